@@ -1,0 +1,679 @@
+"""Messages between controller and agent, shared by both sides.
+
+Wire format. The controller runs one constant command on the host; on its stdin stand, in order, one line with the
+bootstrap, one line with the bundle header, the bundle's bytes where the host lacked it, one JSON line (``Request``),
+and, for verbs that take rows, ``Request.body_lines`` lines of JSON. On stdout come JSON lines: any number of
+``{"type": "event", "event": <name>, ...}``, then exactly one ``{"type": "result", ...}``. An event named ``blob`` is
+followed by exactly ``size`` raw bytes. Logs go to stderr.
+
+The agent half must run on Python 3.8 with the standard library alone: typing generics, no ``X | Y``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Type, TypeVar, Union
+
+PROTOCOL_VERSION = 1
+
+T = TypeVar("T")
+
+PHASES = (
+    "imports",
+    "init",
+    "weights",
+    "kv_pool",
+    "jit",
+    "capture",
+    "http",
+    "warmup",
+    "serving",
+)
+"""Phases of a server's life, in order. ``http`` is 'scheduler ready, port not yet answering'."""
+
+
+class ProtocolError(ValueError):
+    """A message that does not fit its class: unknown key, missing key or wrong type (the path is in the text)."""
+
+
+# --------------------------------------------------------------------------- codec
+def to_json(value: Any) -> Any:
+    """Plain JSON data (dict, list, str, int, float, bool, None) of a message dataclass or a container of them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    return value
+
+
+def from_json(cls: Type[T], data: Any, where: str = "") -> T:
+    """Build dataclass ``cls`` from JSON data; raises ``ProtocolError`` naming the path of what does not fit."""
+    result: T = _convert(cls, data, where or cls.__name__)
+    return result
+
+
+def _convert(kind: Any, data: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return data
+    if origin is Union:
+        if data is None and type(None) in typing.get_args(kind):
+            return None
+        members = [a for a in typing.get_args(kind) if a is not type(None)]
+        return _convert(members[0], data, where)
+    if origin is list:
+        if not isinstance(data, list):
+            raise ProtocolError(f"{where}: expected a list, got {type(data).__name__}")
+        inner = typing.get_args(kind)[0]
+        return [_convert(inner, item, f"{where}[{n}]") for n, item in enumerate(data)]
+    if origin is dict:
+        if not isinstance(data, dict):
+            raise ProtocolError(f"{where}: expected an object, got {type(data).__name__}")
+        inner = typing.get_args(kind)[1]
+        return {str(k): _convert(inner, v, f"{where}.{k}") for k, v in data.items()}
+    if dataclasses.is_dataclass(kind):
+        return _convert_dataclass(kind, data, where)
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
+        raise ProtocolError(f"{where}: expected {kind.__name__}, got {type(data).__name__}")
+    return data
+
+
+def _convert_dataclass(kind: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise ProtocolError(f"{where}: expected an object, got {type(data).__name__}")
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise ProtocolError(f"{where}: unknown key {unknown[0]!r}")
+    values = {}
+    for name, spec in fields.items():
+        if name in data:
+            values[name] = _convert(hints[name], data[name], f"{where}.{name}")
+        elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+            raise ProtocolError(f"{where}: missing key {name!r}")
+    return kind(**values)
+
+
+# --------------------------------------------------------------------------- envelope
+@dataclass
+class Request:
+    """One call of the agent. ``deadline`` is seconds from the start of the agent, enforced by the agent itself."""
+
+    verb: str
+    args: Dict[str, Any]
+    state_dir: str = "~/.fleetdump"
+    deadline: float = 60.0
+    operator: str = ""
+    """user@controller, for the lock and the audit log; never a secret."""
+    body_lines: int = 0
+    protocol: int = PROTOCOL_VERSION
+
+
+@dataclass
+class AgentError:
+    """Why a verb failed. Codes: usage, not_found, conflict, locked, timeout, disk_full, permission, failed, bug."""
+
+    code: str
+    what: str
+    where: str = ""
+    why: str = ""
+    next_step: str = ""
+
+
+class AgentFailure(Exception):
+    """Raised inside the agent by a verb; becomes the result's ``error``."""
+
+    def __init__(self, code: str, what: str, where: str = "", why: str = "", next_step: str = ""):
+        super().__init__(what)
+        self.error = AgentError(code, what, where, why, next_step)
+
+
+# --------------------------------------------------------------------------- what is to run
+@dataclass
+class ServerSpec:
+    """One SGLang server of a host, as the inventory wants it (secrets in ``env`` are resolved by the controller)."""
+
+    name: str
+    python: str
+    model_path: str
+    port: int
+    host: str = "127.0.0.1"
+    tp: int = 1
+    dp: int = 1
+    gpus: List[int] = field(default_factory=list)
+    args: List[str] = field(default_factory=list)
+    env: Dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class CaptureSpec:
+    """What the tap captures. ``layers`` are entry ids: id i is the residual stream that enters layer i (0-based);
+    id L (the number of layers) is the stream after the last layer, before the final norm."""
+
+    layers: List[int]
+    dir: str
+    shard_bytes: int = 4 << 30
+    header_bytes: int = 256 << 10
+    idle_close_seconds: float = 2.0
+    queue_bytes: int = 2 << 30
+
+
+@dataclass
+class Insertion:
+    """Lines to put at a structural place. ``at``: ``module-imports`` (after the last top-level import),
+    ``method-head`` (first statement after the docstring), ``loop-head`` (first statement of the layer loop's body),
+    ``after-loop`` (right after the layer loop)."""
+
+    at: str
+    lines: List[str]
+
+
+@dataclass
+class Edit:
+    """One edit of one module of the engine. ``present``/``absent`` name locals that the method must (not) assign:
+    they tell the two shapes of the layer loop apart. ``verified`` lists releases that tests have run."""
+
+    module: str
+    class_name: str
+    method: str
+    insertions: List[Insertion]
+    present: List[str] = field(default_factory=list)
+    absent: List[str] = field(default_factory=list)
+    first_release: str = ""
+    last_release: str = ""
+    verified: List[str] = field(default_factory=list)
+
+
+@dataclass
+class PatchSpec:
+    """A patch as data: for each module the first edit that fits is applied; ``files`` (name to text) go beside the
+    engine's package in site-packages. ``sha256`` identifies edits and files together. ``mark`` is a string that
+    every rank must log before the server counts as ready (empty: none)."""
+
+    name: str
+    version: str
+    sha256: str
+    edits: List[Edit]
+    files: Dict[str, str] = field(default_factory=dict)
+    mark: str = ""
+    captures: bool = False
+    server_args: List[str] = field(default_factory=list)
+
+
+@dataclass
+class Patience:
+    """Seconds without progress that each phase is allowed; stretched to twice what healthy starts took there."""
+
+    imports: float = 120.0
+    init: float = 120.0
+    weights: float = 120.0
+    kv_pool: float = 120.0
+    jit: float = 300.0
+    capture: float = 300.0
+    http: float = 60.0
+    warmup: float = 120.0
+    serving: float = 60.0
+
+
+# --------------------------------------------------------------------------- probe
+@dataclass
+class ProbeArgs:
+    """``read_only`` checks of one host: interpreter, engine, patch, ports, disk, memory, GPUs, tools."""
+
+    servers: List[ServerSpec]
+    patch: Optional[PatchSpec] = None
+    capture_dir: str = ""
+    need_bytes: int = 0
+
+
+@dataclass
+class Finding:
+    """One checked fact. ``level``: ok, warning or blocker; ``fix`` is the next step for the latter two."""
+
+    key: str
+    level: str
+    text: str
+    fix: str = ""
+
+
+@dataclass
+class PatchState:
+    """State of the patched modules of one engine install. ``state``: clean, ours, other (a patch of another name or
+    version of ours), unknown (edited by somebody else) or absent (the engine or a module is missing)."""
+
+    state: str
+    patch: str = ""
+    version: str = ""
+    sha256: str = ""
+    files: List[str] = field(default_factory=list)
+    detail: str = ""
+
+
+@dataclass
+class ServerState:
+    """A server of ours, as it is now. ``state``: absent, starting, ready, stopped, died."""
+
+    name: str
+    state: str
+    pid: int = 0
+    start_time: int = 0
+    """Clock ticks after boot, field 22 of /proc/<pid>/stat: with the pid it names one process for ever."""
+    port: int = 0
+    log: str = ""
+    launch_id: str = ""
+    patch: str = ""
+    phase: str = ""
+    started_at: float = 0.0
+    uptime: float = 0.0
+
+
+@dataclass
+class ModelFacts:
+    """From the model's config.json: sizes, the dtype weights are stored in, and an identity hash
+    (config.json plus names and sizes of the weight files)."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    sha256: str
+
+
+@dataclass
+class ProbeResult:
+    """Facts and findings of one host."""
+
+    hostname: str
+    machine_id: str
+    agent_python: str
+    findings: List[Finding]
+    engine: str = ""
+    engine_path: str = ""
+    patch: Optional[PatchState] = None
+    model: Optional[ModelFacts] = None
+    gpus: List[str] = field(default_factory=list)
+    cpus: int = 0
+    memory_bytes: int = 0
+    disk_free_bytes: int = 0
+    servers: List[ServerState] = field(default_factory=list)
+
+
+# --------------------------------------------------------------------------- patch
+@dataclass
+class PatchArgs:
+    """Apply (or only plan) a patch to the engine that ``python`` imports. Applying twice changes nothing."""
+
+    python: str
+    patch: PatchSpec
+    dry_run: bool = False
+
+
+@dataclass
+class PatchResult:
+    """``verified`` is False for a release that no test has run: the self-check then decides."""
+
+    before: PatchState
+    after: PatchState
+    changed: bool
+    engine: str
+    verified: bool
+    diff: str = ""
+
+
+@dataclass
+class RevertArgs:
+    """Restore the engine that ``python`` imports, byte for byte."""
+
+    python: str
+
+
+@dataclass
+class RevertResult:
+    """``changed`` is False when there was nothing of ours; ``verified`` lists files whose hash equals the original."""
+
+    changed: bool
+    before: PatchState
+    after: PatchState
+    verified: List[str] = field(default_factory=list)
+
+
+# --------------------------------------------------------------------------- launch, watch, stop
+@dataclass
+class LaunchArgs:
+    """Start a server detached. ``replace`` stops our own earlier server of that name first; without it a living one
+    with the same arguments and patch is left alone (``reused``), one with others is a ``conflict``."""
+
+    server: ServerSpec
+    patch: Optional[PatchSpec] = None
+    capture: Optional[CaptureSpec] = None
+    replace: bool = False
+
+
+@dataclass
+class LaunchResult:
+    """The launched process; it is verified again by the first ``watch``."""
+
+    state: ServerState
+    reused: bool
+    argv: List[str]
+    log: str
+
+
+@dataclass
+class WatchArgs:
+    """Follow a server until ready, stalled, dead or ``until`` seconds have passed. On a stall the evidence is taken at
+    once, before anybody can kill anything. ``expect_class``: the model class that ``Load weight end ... type=`` must
+    name; ``mark``: what each of ``ranks`` ranks must log."""
+
+    server: str
+    patience: Patience
+    ranks: int = 1
+    mark: str = ""
+    expect_class: str = ""
+    until: float = 86400.0
+    interval: float = 1.0
+    evidence_on_stall: bool = True
+
+
+@dataclass
+class HealthyProfile:
+    """What healthy starts of the same (model, release, arguments, GPU type) took."""
+
+    key: str
+    starts: int
+    lines_min: int
+    lines_max: int
+    seconds: float
+    phase_seconds: Dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class WatchResult:
+    """``outcome``: ready, stall, died, wrong_model (falls back to another implementation), no_mark, timeout.
+    ``evidence`` is the JSON of ``evidence_types.Evidence``; ``evidence_dir`` is its folder on the host."""
+
+    outcome: str
+    phase: str
+    seconds: float
+    lines: int
+    phase_seconds: Dict[str, float] = field(default_factory=dict)
+    idle_seconds: float = 0.0
+    detail: str = ""
+    log_tail: List[str] = field(default_factory=list)
+    healthy: Optional[HealthyProfile] = None
+    evidence: Optional[Dict[str, Any]] = None
+    evidence_dir: str = ""
+
+
+@dataclass
+class EvidenceArgs:
+    """Collect evidence of a server: ours by ``server``, any by ``port`` or ``pid``. ``seconds`` lie between the two
+    samples; ``deep`` takes stage 2 (strace, stacks) even when the samples show progress."""
+
+    server: str = ""
+    port: int = 0
+    pid: int = 0
+    seconds: float = 5.0
+    deep: bool = False
+    patience: Optional[Patience] = None
+
+
+@dataclass
+class EvidenceResult:
+    """``evidence`` is the JSON of ``evidence_types.Evidence``."""
+
+    evidence: Dict[str, Any]
+    evidence_dir: str
+
+
+@dataclass
+class StopArgs:
+    """Stop servers of ours (all when ``servers`` is empty): SIGTERM, up to ``grace`` seconds, then SIGKILL to what is
+    left of that server's own session, each pid verified by its start time."""
+
+    servers: List[str] = field(default_factory=list)
+    grace: float = 30.0
+
+
+@dataclass
+class StopResult:
+    """Servers by what happened to them."""
+
+    stopped: List[str] = field(default_factory=list)
+    killed: List[str] = field(default_factory=list)
+    absent: List[str] = field(default_factory=list)
+
+
+@dataclass
+class LogsArgs:
+    """Last ``lines`` lines of a server's log; with ``follow`` new lines come as ``log`` events until the deadline."""
+
+    server: str
+    lines: int = 50
+    follow: bool = False
+
+
+@dataclass
+class LogsResult:
+    """Total number of lines in the log."""
+
+    log: str
+    lines: int
+    tail: List[str] = field(default_factory=list)
+
+
+# --------------------------------------------------------------------------- extraction
+@dataclass
+class SubmitArgs:
+    """Give a host one server's whole share of a run; the body holds one row of the data set a line
+    (``dataset.rows.Row`` as JSON). Submitting the same share again changes nothing; another share is a ``conflict``."""
+
+    run: str
+    server: str
+    share_sha256: str
+    """SHA-256 of the body's lines: the identity of the share."""
+    capture: CaptureSpec
+    max_tokens: int = 0
+    """0: no limit but the server's; else longer samples are rejected with reason too_long."""
+    token_budget: int = 32768
+    max_attempts: int = 3
+    engine: str = ""
+    patch_sha256: str = ""
+    model_sha256: str = ""
+
+
+@dataclass
+class RunProgress:
+    """State of one server's share. ``state``: tokenising, running, closing, done, failed, stopped (driver is dead).
+    Counters are totals over all drivers of this share; rates are of the last 10 s."""
+
+    run: str
+    server: str
+    state: str
+    samples: int = 0
+    done: int = 0
+    rejected: int = 0
+    in_flight: int = 0
+    retries: int = 0
+    tokens: int = 0
+    tokens_done: int = 0
+    bytes_written: int = 0
+    tokens_per_second: float = 0.0
+    eta_seconds: float = 0.0
+    manifest_bytes: int = 0
+    detail: str = ""
+    driver_pid: int = 0
+    driver_alive: bool = False
+    updated_at: float = 0.0
+
+
+@dataclass
+class FollowArgs:
+    """Stream ``progress`` events of a run on this host until every share is done or failed, or the deadline.
+    ``revive``: start dead drivers again."""
+
+    run: str
+    interval: float = 1.0
+    revive: bool = True
+
+
+@dataclass
+class FollowResult:
+    """Progress of each share on this host."""
+
+    shares: List[RunProgress]
+
+
+@dataclass
+class ManifestArgs:
+    """Read manifest and reject lines of a run from byte ``offset`` of each server's file on; each comes as a
+    ``manifest`` or ``rejected`` event with its text as ``line`` and the byte after it as ``end``."""
+
+    run: str
+    server: str
+    offset: int = 0
+    rejected_offset: int = 0
+
+
+@dataclass
+class ManifestResult:
+    """Offsets to continue from (whole lines only) and the share's progress."""
+
+    offset: int
+    rejected_offset: int
+    progress: RunProgress
+
+
+@dataclass
+class ShardsArgs:
+    """List closed shards of a run. ``close``: finish the ``.part`` files of writers that are dead."""
+
+    run: str
+    capture_dir: str
+    close: bool = True
+
+
+@dataclass
+class ShardInfo:
+    """A file in the run's capture directory: ``kind`` is shard, tokens, norm or journal."""
+
+    name: str
+    kind: str
+    bytes: int
+    sha256: str = ""
+    open: bool = False
+
+
+@dataclass
+class ShardsResult:
+    """All files of the run, sorted by name."""
+
+    shards: List[ShardInfo]
+
+
+@dataclass
+class FetchArgs:
+    """Send one file of a run's capture directory from byte ``offset`` on, as one ``blob`` event and its bytes."""
+
+    run: str
+    capture_dir: str
+    name: str
+    offset: int = 0
+
+
+@dataclass
+class FetchResult:
+    """Bytes sent, and the size of the whole file."""
+
+    sent: int
+    size: int
+
+
+@dataclass
+class SelfCheckArgs:
+    """Send a few prompts through the tap and judge what was written (rows, ids, finite, not constant, logits)."""
+
+    server: str
+    capture: CaptureSpec
+    prompts: List[str] = field(default_factory=list)
+    tolerance: float = 0.05
+    """Largest allowed difference of log-probabilities between lm_head(norm(final row)) and the server's own."""
+
+
+@dataclass
+class SelfCheckResult:
+    """``passed`` is False with the first reason in ``detail``."""
+
+    passed: bool
+    prompts: int
+    rows: int
+    max_logprob_diff: float
+    detail: str = ""
+    checks: List[Finding] = field(default_factory=list)
+
+
+# --------------------------------------------------------------------------- status, clean
+@dataclass
+class StatusArgs:
+    """State of our servers, patch and runs on this host."""
+
+    python: str = ""
+
+
+@dataclass
+class StatusResult:
+    """Everything of ours on this host."""
+
+    hostname: str
+    servers: List[ServerState]
+    shares: List[RunProgress]
+    patch: Optional[PatchState] = None
+    state_bytes: int = 0
+
+
+@dataclass
+class CleanArgs:
+    """Remove what is ours from the host. Servers and drivers must be stopped and patches reverted first.
+    ``data`` also removes the runs' shards in ``capture_dirs``; without it runs that still have shards are kept."""
+
+    capture_dirs: List[str] = field(default_factory=list)
+    pythons: List[str] = field(default_factory=list)
+    data: bool = False
+    runs: List[str] = field(default_factory=list)
+    """Only these runs; empty: everything of ours."""
+
+
+@dataclass
+class CleanResult:
+    """What was removed and what was left, with the reason."""
+
+    removed: List[str] = field(default_factory=list)
+    kept: List[str] = field(default_factory=list)
+    freed_bytes: int = 0
+
+
+VERBS = (
+    "probe",
+    "patch",
+    "revert",
+    "launch",
+    "watch",
+    "evidence",
+    "stop",
+    "logs",
+    "status",
+    "selfcheck",
+    "submit",
+    "follow",
+    "manifest",
+    "shards",
+    "fetch",
+    "clean",
+)

@@ -1,0 +1,79 @@
+"""Errors that a user reads: each says what failed, where, why, and what to do next, and carries its exit code.
+
+Raise these where the cause is understood; ``fleetdump.cli.main`` shows them in one place.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class ExitCode(enum.IntEnum):
+    """Exit status of every command; if several apply, 4 wins over 3 over 1 (``worst``)."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    STALL = 4
+    LOCKED = 5
+    INTERRUPTED = 130
+
+
+_PRECEDENCE = (
+    ExitCode.INTERRUPTED,
+    ExitCode.STALL,
+    ExitCode.UNREACHABLE,
+    ExitCode.LOCKED,
+    ExitCode.FAILED,
+    ExitCode.USAGE,
+    ExitCode.OK,
+)
+
+
+def worst(codes: list[ExitCode]) -> ExitCode:
+    """The exit code that stands for all hosts: the first of the precedence order that occurs."""
+    return next((code for code in _PRECEDENCE if code in codes), ExitCode.OK)
+
+
+@dataclass
+class FleetdumpError(Exception):
+    """What failed, where (host, file:line, server), why, and the next step to take."""
+
+    what: str
+    where: str = ""
+    why: str = ""
+    next_step: str = ""
+
+    exit_code = ExitCode.FAILED
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{head} ({self.why})" if self.why else head
+
+
+class UsageError(FleetdumpError):
+    """Wrong command line, inventory or data file; nothing was done on any host."""
+
+    exit_code = ExitCode.USAGE
+
+
+class UnreachableError(FleetdumpError):
+    """The host could not be reached or refused us (name, route, host key, authentication, time-out)."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+
+class HostError(FleetdumpError):
+    """The agent ran on the host and reported that the verb failed; ``code`` is the agent's error code."""
+
+    def __init__(self, what: str, where: str = "", why: str = "", next_step: str = "", code: str = "failed"):
+        super().__init__(what, where, why, next_step)
+        self.code = code
+
+
+class LockedError(FleetdumpError):
+    """Another operator or process holds the host's lock."""
+
+    exit_code = ExitCode.LOCKED
