@@ -37,7 +37,7 @@ def worst(codes: list[ExitCode]) -> ExitCode:
     return next((code for code in _PRECEDENCE if code in codes), ExitCode.OK)
 
 
-@dataclass
+@dataclass(eq=False)
 class FleetdumpError(Exception):
     """What failed, where (host, file:line, server), why, and the next step to take."""
 

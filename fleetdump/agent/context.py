@@ -7,26 +7,21 @@ user should read, and returns a result dataclass of ``protocol``.
 from __future__ import annotations
 
 import json
-import os
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator
 
+from fleetdump.agent.bootstrap import machine_id, state_root
 from fleetdump.agent.protocol import Request, to_json
 
+__all__ = ["AgentContext", "ControllerGone", "State", "machine_id"]
 
-def machine_id() -> str:
-    """A stable name of this machine, for state directories on a home that hosts share."""
-    for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text:
-            return f"{text[:12]}-{os.uname().nodename}"
-    return os.uname().nodename
+
+class ControllerGone(Exception):
+    """Nobody reads our answers any more (or the stream broke inside a blob): end quietly."""
 
 
 @dataclass
@@ -38,12 +33,15 @@ class State:
     @classmethod
     def of(cls, state_dir: str) -> State:
         """The state of this machine below ``state_dir`` (``~`` is the agent's home)."""
-        return cls(Path(os.path.expanduser(state_dir)) / machine_id())
+        return cls(Path(state_root(state_dir)))
 
     def directory(self, *parts: str) -> Path:
-        """``root/parts…``, created 0700."""
-        path = self.root.joinpath(*parts)
+        """``root/parts…``, each created 0700."""
+        path = self.root
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for part in parts:
+            path = path / part
+            path.mkdir(mode=0o700, exist_ok=True)
         return path
 
     def server(self, name: str) -> Path:
@@ -55,13 +53,15 @@ class State:
 
 @dataclass
 class AgentContext:
-    """One call of the agent. ``deadline`` is a ``time.monotonic()`` value."""
+    """One call of the agent; ``deadline`` is a ``time.monotonic()`` value. Any thread may call its methods."""
 
     request: Request
     state: State
     stdin: BinaryIO = field(default_factory=lambda: sys.stdin.buffer)
     stdout: BinaryIO = field(default_factory=lambda: sys.stdout.buffer)
     deadline: float = 0.0
+    output: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a frame is written, so that frames of two threads never mix."""
 
     def __post_init__(self) -> None:
         if not self.deadline:
@@ -73,28 +73,48 @@ class AgentContext:
 
     def emit(self, event: str, **fields: Any) -> None:
         """Send one event line now; values may be protocol dataclasses."""
-        self._line({"type": "event", "event": event, **{k: to_json(v) for k, v in fields.items()}})
+        self.send({"type": "event", "event": event, **{k: to_json(v) for k, v in fields.items()}})
 
     def blob(self, source: BinaryIO, size: int, **fields: Any) -> None:
-        """Send ``size`` bytes of ``source`` as a ``blob`` event."""
-        self._line({"type": "event", "event": "blob", "size": size, **fields})
-        left = size
-        while left:
-            chunk = source.read(min(left, 1 << 20))
-            if not chunk:
-                raise OSError(f"source ended {left} bytes early")
-            self.stdout.write(chunk)
-            left -= len(chunk)
-        self.stdout.flush()
+        """Send ``size`` bytes of ``source`` as a ``blob`` event.
+
+        A source that ends early leaves the stream out of step: it is closed, and ``ControllerGone`` raised.
+        """
+        with self.output:
+            self.send({"type": "event", "event": "blob", "size": size, **fields})
+            left = size
+            while left:
+                chunk = source.read(min(left, 1 << 20))
+                if not chunk:
+                    self.stdout.close()
+                    raise ControllerGone(f"the source of a blob ended {left} bytes early")
+                self._write(chunk)
+                left -= len(chunk)
+            self._flush()
 
     def body(self) -> Iterator[Dict[str, Any]]:
-        """The request's body lines, decoded."""
+        """The request's body lines, decoded; raises ``ControllerGone`` when they end early."""
         for _ in range(self.request.body_lines):
             line = self.stdin.readline()
             if not line.endswith(b"\n"):
-                raise EOFError("the controller went away inside the request's body")
+                raise ControllerGone("the controller went away inside the request's body")
             yield json.loads(line)
 
-    def _line(self, data: Dict[str, Any]) -> None:
-        self.stdout.write(json.dumps(data, separators=(",", ":")).encode() + b"\n")
-        self.stdout.flush()
+    def send(self, frame: Dict[str, Any]) -> None:
+        """Send one frame of the protocol now; raises ``ControllerGone`` when nobody can read it."""
+        data = json.dumps(frame, separators=(",", ":")).encode() + b"\n"
+        with self.output:
+            self._write(data)
+            self._flush()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self.stdout.write(data)
+        except (BrokenPipeError, ValueError) as error:
+            raise ControllerGone(str(error)) from error
+
+    def _flush(self) -> None:
+        try:
+            self.stdout.flush()
+        except BrokenPipeError as error:
+            raise ControllerGone(str(error)) from error

@@ -1,21 +1,32 @@
-"""File formats shared by agent, driver and controller (docs/formats.md): names, records, safetensors headers, hashes.
+"""File formats shared by agent, driver and controller (docs/formats.md): names and records.
+
+Lines of records are read and written by ``jsonl``, tensors by ``tensorfile``.
 
 Standard library alone, Python 3.8. Nothing here opens a network or a process.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Type, Union
 from urllib.parse import quote, unquote
 
 FORMAT_VERSION = 1
+FORMAT_NAME = "fleetdump-1"
 RID_PREFIX = "fleetdump"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 SERVER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}\Z")
+PART_SUFFIX = ".part"
+"""A shard's name while it is open."""
 
 
+class FormatError(ValueError):
+    """A file that breaks docs/formats.md; the text names the file, the place and what is wrong."""
+
+
+# --------------------------------------------------------------------------- names
 @dataclass
 class Rid:
     """The request id fleetdump gives to SGLang: which run, which sample, which attempt (from 1)."""
@@ -25,17 +36,97 @@ class Rid:
     attempt: int
 
     def __str__(self) -> str:
-        return f"{RID_PREFIX}/{self.run}/{quote(self.sample, safe='')}/{self.attempt}"
+        return f"{RID_PREFIX}/{self.run}/{self.short}"
+
+    @property
+    def short(self) -> str:
+        """``<sample>/<attempt>`` with the sample percent-encoded: the rid within its run."""
+        return f"{quote(self.sample, safe='')}/{self.attempt}"
 
     @classmethod
     def parse(cls, text: str) -> Optional[Rid]:
-        """The parts of ``text``, or None when it is not a rid of ours."""
+        """The parts of ``text``, or None when it is not a rid of ours. The run is checked: it names a folder."""
         parts = text.split("/")
-        if len(parts) != 4 or parts[0] != RID_PREFIX or not parts[3].isdigit():
+        if len(parts) != 4 or parts[0] != RID_PREFIX or not RUN_NAME.match(parts[1]) or not parts[2]:
+            return None
+        if not re.match(r"[1-9][0-9]{0,8}\Z", parts[3]):
             return None
         return cls(parts[1], unquote(parts[2]), int(parts[3]))
 
 
+@dataclass(frozen=True)
+class Writer:
+    """Who writes a shard: ``role`` is ``r<rank>`` for a tap and ``driver`` for a driver; ``instance`` is the launch id
+    of the tap's server, or the driver's own 8 hex digits."""
+
+    server: str
+    instance: str
+    role: str
+
+    def __str__(self) -> str:
+        return f"{self.server}-{self.instance}-{self.role}"
+
+    @property
+    def prefix(self) -> str:
+        """First part of this writer's shard names: ``tokens`` for a driver, ``shard`` for a tap."""
+        return "tokens" if self.role == "driver" else "shard"
+
+    @property
+    def journal(self) -> str:
+        return f"journal-{self}.jsonl"
+
+    @property
+    def status(self) -> str:
+        return f"status-{self}.json"
+
+    def shard(self, number: int) -> str:
+        """Name of this writer's shard ``number`` (from 0) when closed."""
+        return f"{self.prefix}-{self}-{number}.safetensors"
+
+    @classmethod
+    def parse(cls, text: str) -> Optional[Writer]:
+        """The parts of a writer's name, or None when ``text`` is not one."""
+        match = re.match(
+            r"([A-Za-z0-9][A-Za-z0-9_-]{0,31})-([0-9a-f]{8})-(r[0-9]{1,4}(?:\.[0-9]{1,3})?|driver)\Z", text
+        )
+        return cls(match.group(1), match.group(2), match.group(3)) if match else None
+
+
+@dataclass(frozen=True)
+class FileName:
+    """A file of a run's capture directory, taken apart. ``kind``: shard, tokens, norm, journal, status."""
+
+    kind: str
+    writer: Optional[Writer] = None
+    number: int = 0
+    part: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> Optional[FileName]:
+        """None when ``name`` is not a file of ours."""
+        part = name.endswith(PART_SUFFIX)
+        stem = name[: -len(PART_SUFFIX)] if part else name
+        match = re.match(r"(shard|tokens)-(.+)-([0-9]{1,9})\.safetensors\Z", stem)
+        if match:
+            writer = Writer.parse(match.group(2))
+            if writer is None or writer.prefix != match.group(1):
+                return None
+            return cls(match.group(1), writer, int(match.group(3)), part)
+        if part:
+            return None
+        match = re.match(r"(journal)-(.+)\.jsonl\Z", name) or re.match(r"(status)-(.+)\.json\Z", name)
+        if match:
+            writer = Writer.parse(match.group(2))
+            return cls(match.group(1), writer) if writer else None
+        return cls("norm") if re.match(r"norm-.+-[0-9a-f]{8}\.safetensors\Z", name) else None
+
+
+def norm_name(server: str, launch_id: str) -> str:
+    """Name of the file with the final norm of one launch of a server."""
+    return f"norm-{server}-{launch_id}.safetensors"
+
+
+# --------------------------------------------------------------------------- journal
 @dataclass
 class PieceRecord:
     """Journal line ``piece``; see docs/formats.md."""
@@ -80,6 +171,15 @@ class SkipRecord:
     v: int = FORMAT_VERSION
 
 
+JournalRecord = Union[PieceRecord, ShardRecord, SkipRecord]
+JOURNAL_KINDS: Dict[str, Type[Any]] = {
+    "piece": PieceRecord,
+    "shard": ShardRecord,
+    "skip": SkipRecord,
+}
+
+
+# --------------------------------------------------------------------------- manifest
 @dataclass
 class ManifestPiece:
     """A piece of a sample, as the manifest names it. Offsets count from the shard's data section."""
@@ -149,6 +249,19 @@ class RejectedLine:
 
 
 @dataclass
+class AttemptLine:
+    """``attempts.jsonl``: ``outcome`` is ``sent`` (written before the request goes out, so that a number is never used
+    twice), or why the attempt ended without a sample."""
+
+    id: str
+    attempt: int
+    outcome: str
+    detail: str
+    t: float
+    v: int = FORMAT_VERSION
+
+
+@dataclass
 class Row:
     """One row of a data set on its way to a host: conversation, text or ids; exactly one of the three is set."""
 
@@ -159,3 +272,9 @@ class Row:
     loss_mask: Optional[List[int]] = None
     tools: Optional[List[Dict[str, Any]]] = None
     extra: Dict[str, Any] = field(default_factory=dict)
+
+
+def row_line(row: Dict[str, Any]) -> bytes:
+    """The one form of a row (``Row`` as plain data) that is hashed, sent and kept in rows.jsonl. ASCII alone, so that a
+    lone surrogate, which has no UTF-8 form, gets as far as the tokeniser and is rejected there by name."""
+    return json.dumps(row, sort_keys=True, separators=(",", ":")).encode() + b"\n"

@@ -231,6 +231,8 @@ class ProbeArgs:
     patch: Optional[PatchSpec] = None
     capture_dir: str = ""
     need_bytes: int = 0
+    layers: List[int] = field(default_factory=list)
+    """Entry ids that the capture wants, to be checked against the model's number of layers."""
 
 
 @dataclass
@@ -512,6 +514,8 @@ class RunProgress:
     driver_pid: int = 0
     driver_alive: bool = False
     updated_at: float = 0.0
+    notes: List[str] = field(default_factory=list)
+    """For people: decoded supervised spans of the first samples, and warnings about the loss masks."""
 
 
 @dataclass

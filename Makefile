@@ -1,0 +1,50 @@
+# Two Python environments: .venv for the controller and the tests, build/sglang-venv for the real SGLang on the CPU.
+# Variables:  TP=2                 ranks of the demo's server (default 1)
+#             PYTHON=python3.12    Python >= 3.10 for .venv
+#             FLEETDUMP_TORCH_SPEC where torch comes from, for pip (default torch==2.13.0)
+#             FLEETDUMP_PIP_ARGS   further arguments for every pip call, for instance an index with CPU wheels
+TP ?= 1
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/fleetdump-installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input $(FLEETDUMP_PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help system-packages setup demo test test-nightly lint bench clean-build
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+system-packages: ## install openssh-server, strace, a C compiler, iproute2 (or name what is missing)
+	@$(PYTHON) -m demo.system_packages
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+setup: system-packages $(STAMP) ## install everything: system packages, .venv, SGLang for the CPU, the demo's model
+	@$(PYTHON) -m demo.sglang_cpu.setup
+
+demo: setup ## the whole journey with a real SGLang on the CPU (TP=2 for two ranks)
+	@$(BIN)/python -m demo.run --tp $(TP)
+
+test: setup ## all tests but the nightly ones, with coverage
+	@COVERAGE_MIN=85 .ci/test -m "not nightly" $(PYTEST_ARGS)
+
+test-nightly: setup ## the tests that repeat or take long
+	@.ci/test -m nightly $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff, mypy --strict, import-linter, the agent's syntax for Python 3.8
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python .ci/agent_python38.py
+
+bench: setup ## one script a figure; each prints one JSON object
+	@for script in bench/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+clean-build: ## remove what setup and demo made (both environments too)
+	rm -rf build .venv dist .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

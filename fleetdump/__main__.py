@@ -1,0 +1,5 @@
+"""``python -m fleetdump``."""
+
+from fleetdump.cli.main import main
+
+main()

@@ -1,0 +1,66 @@
+"""One line in ``audit.jsonl`` for each verb that changed this host: who, what, when, how it ended; never a secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any, List, Sequence
+
+from fleetdump.agent.context import AgentContext
+from fleetdump.agent.formats import FORMAT_VERSION
+
+_SECRET_OPTION = re.compile(r"--?(?:.*[-_])?(?:key|token|secret|password|passwd|credentials?)\Z", re.IGNORECASE)
+_HIDDEN = "***"
+_LONGEST_TEXT = 120
+_LONGEST_LIST = 32
+_NAMES_ONLY = frozenset({"env", "files"})
+"""Keys whose objects map names to contents: the names are worth auditing, the contents are secret or long."""
+
+
+def scrub_argv(argv: Sequence[str]) -> List[str]:
+    """``argv`` with the values of options such as ``--api-key`` (also ``--api-key=…``) replaced by ``***``."""
+    clean: List[str] = []
+    hide_next = False
+    for word in argv:
+        option, equals, _ = word.partition("=")
+        if hide_next:
+            clean.append(_HIDDEN)
+        elif equals and _SECRET_OPTION.match(option):
+            clean.append(f"{option}={_HIDDEN}")
+        else:
+            clean.append(word)
+        hide_next = not hide_next and not equals and bool(_SECRET_OPTION.match(word))
+    return clean
+
+
+def shorten(value: Any) -> Any:
+    """JSON data cut down to what an audit line needs: no environment values, no file contents, no long text."""
+    if isinstance(value, dict):
+        return {k: sorted(v) if k in _NAMES_ONLY and isinstance(v, dict) else shorten(v) for k, v in value.items()}
+    if isinstance(value, list):
+        if value and all(isinstance(item, str) for item in value):
+            value = scrub_argv(value)
+        return [shorten(item) for item in value[:_LONGEST_LIST]] + (["…"] if len(value) > _LONGEST_LIST else [])
+    if isinstance(value, str) and len(value) > _LONGEST_TEXT:
+        return value[:_LONGEST_TEXT] + "…"
+    return value
+
+
+def record(ctx: AgentContext, *, ok: bool, started: float, seconds: float) -> None:
+    """Append this call to ``audit.jsonl`` by one ``write`` with O_APPEND, so that lines of two agents never mix."""
+    line = {
+        "v": FORMAT_VERSION,
+        "t": started,
+        "operator": ctx.request.operator,
+        "verb": ctx.request.verb,
+        "args": shorten(ctx.request.args),
+        "ok": ok,
+        "seconds": round(seconds, 3),
+    }
+    path = ctx.state.directory() / "audit.jsonl"
+    descriptor = os.open(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+    finally:
+        os.close(descriptor)

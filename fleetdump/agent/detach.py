@@ -1,0 +1,63 @@
+"""Processes that outlive the agent, and the identity of a process: its pid together with its start time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Dict, List, Optional, Sequence, Tuple
+
+
+def spawn_detached(argv: Sequence[str], *, log_path: Path, env: Optional[Dict[str, str]] = None) -> Tuple[int, int]:
+    """Start ``argv`` so that it survives this process, sshd and a logout; returns its pid and start time.
+
+    The process leads a new session, works in ``/``, reads /dev/null, appends stdout and stderr to ``log_path`` (made
+    0600), inherits no other descriptor and ignores SIGHUP, as under nohup(1). ``env`` replaces the environment.
+    Raises ``OSError`` when the program cannot be started.
+    """
+    log = os.open(str(log_path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            cwd="/",
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            close_fds=True,
+            start_new_session=True,
+            preexec_fn=_ignore_hangup,
+        )
+    finally:
+        os.close(log)
+    # The child is left to init on purpose; without this Popen would warn that it is still running.
+    process.returncode = 0
+    return process.pid, start_time(process.pid) or 0
+
+
+def _ignore_hangup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def start_time(pid: int) -> Optional[int]:
+    """Clock ticks after boot at which ``pid`` started (field 22 of /proc/<pid>/stat), None when there is none."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def alive(pid: int, started: int) -> bool:
+    """Whether the process that had ``pid`` and start time ``started`` still runs; a zombie does not."""
+    fields = _stat_fields(pid)
+    return bool(fields) and int(fields[19]) == started and fields[0] not in ("Z", "X", "x")
+
+
+def _stat_fields(pid: int) -> List[str]:
+    """Fields 3 and on of /proc/<pid>/stat; field 2, the name, may itself hold spaces and parentheses."""
+    if pid <= 0:
+        return []
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()

@@ -1,0 +1,165 @@
+"""The driver: a detached process that works on one share until every sample is in the manifest or rejected.
+
+It may be killed at any moment. What it knows stands in files (docs/formats.md): the manifest says what exists, the
+attempts say which request ids were used, the taps' journals say what was captured. A new driver goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Callable, Dict, List, Optional
+
+from fleetdump.agent.commit import Committer
+from fleetdump.agent.context import State
+from fleetdump.agent.formats import PART_SUFFIX, Writer
+from fleetdump.agent.generate import context_length
+from fleetdump.agent.journals import Journals
+from fleetdump.agent.loop import DISK_FULL, Loop, Timing
+from fleetdump.agent.reporter import Reporter
+from fleetdump.agent.server import load_record
+from fleetdump.agent.shards import close_dead
+from fleetdump.agent.share import Share, ShareSpec
+
+log = logging.getLogger("fleetdump.driver")
+
+CLOSING_SECONDS = 0.5
+
+
+class DriverError(Exception):
+    """The share cannot be worked on; the text says why and what to do."""
+
+
+def main(argv: List[str]) -> None:
+    """Entry point of the detached process: ``argv`` is state root, run, server."""
+    root, run, server = argv
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    state = State(Path(root))
+    share = Share.of(state, run, server)
+    lock = share.claim()
+    if lock is None:
+        log.info("another driver works on this share")
+        return
+    with lock:
+        work(state, share)
+
+
+def work(state: State, share: Share, timing: Optional[Timing] = None) -> None:
+    """Work on a claimed share to its end; the outcome stands in progress.json."""
+    spec = share.spec()
+    if spec is None:
+        log.error("%s has no share.json", share.root)
+        return
+    timing = timing or Timing()
+    reporter = Reporter(share, spec)
+    committer: Optional[Committer] = None
+    try:
+        if not share.work.exists():
+            tokenise(state, share, spec, reporter)
+        head = share.work_head()
+        reporter.progress.tokens, reporter.progress.notes = head.tokens, head.notes
+        writer = Writer(spec.server, secrets.token_hex(4), "driver")
+        committer = Committer(share, spec, head.template_sha256, writer)
+        Loop(state, share, committer, reporter, timing).run()
+        close_shards(spec, committer, reporter, timing)
+        outcome, detail = "done", ""
+    except DriverError as error:
+        outcome, detail = "failed", str(error)
+    except Exception as error:
+        log.exception("the driver failed")
+        outcome, detail = "failed", f"{type(error).__name__}: {error}; see {share.log}"
+    log.info("%s %s", outcome, detail)
+    reporter.report(outcome, detail, committer)
+    if committer is not None:
+        committer.close()
+
+
+def tokenise(state: State, share: Share, spec: ShareSpec, reporter: Reporter) -> None:
+    """Run the tokeniser with the server's own interpreter until work.jsonl is there; raises ``DriverError``."""
+    record = load_record(state, spec.server)
+    if record is None:
+        raise DriverError(f"server {spec.server} was never launched here: fleetdump deploy, then extract again")
+    for left_over in share.root.glob("work.jsonl.*.tmp"):
+        left_over.unlink()
+    job = {
+        "model_path": record.model_path,
+        "rows": str(share.rows),
+        "work": str(share.work),
+        "max_tokens": spec.max_tokens,
+        "context_length": context_length(record.port),
+    }
+    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answer:
+        question.write(json.dumps(job).encode())
+        question.seek(0)
+        child = subprocess.Popen(
+            [record.python, "-m", "fleetdump.worker.tokenise"],
+            stdin=question,
+            stdout=answer,
+            env=worker_environment(record.model_path),
+            cwd="/",
+        )
+        while child.poll() is None:
+            reporter.report("tokenising", _last_word(answer.fileno()))
+            time.sleep(0.1)
+    if child.returncode or not share.work.exists():
+        raise DriverError(f"the tokeniser ended with status {child.returncode}: see {share.log}")
+
+
+def worker_environment(model_path: str) -> Dict[str, str]:
+    """Environment of a worker: our bundle first on the path, and no network for a model that lies on this machine."""
+    bundle = str(Path(__file__).resolve().parents[2])
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [bundle, env.get("PYTHONPATH", "")]))
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
+    if Path(model_path).is_dir():
+        env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    return env
+
+
+def _last_word(descriptor: int) -> str:
+    """How far the tokeniser says it is. ``pread``: the file's offset is shared with the child that writes there."""
+    lines = os.pread(descriptor, 1 << 20, 0).splitlines()
+    rows = [json.loads(line)["rows"] for line in lines if line.startswith(b'{"rows"') and line.endswith(b"}")]
+    return f"{rows[-1]} rows tokenised" if rows else "the tokeniser starts"
+
+
+def close_shards(spec: ShareSpec, committer: Committer, reporter: Reporter, timing: Timing) -> None:
+    """Wait until every shard that the manifest names is closed: a living tap does it when idle, we do it for dead
+    writers. Raises ``DriverError`` when one has vanished."""
+    directory = spec.directory
+    journals = Journals(directory, spec.server, lambda _: False)
+
+    def wait(why: str) -> None:
+        timing.check(why)
+        reporter.report("closing", why, committer)
+        time.sleep(CLOSING_SECONDS)
+
+    _until_disk_lets(committer.close_tokens, wait)
+    while True:
+        _until_disk_lets(lambda: close_dead(directory), wait)
+        journals.poll()
+        still_open = sorted(committer.shards - set(journals.closed))
+        if not still_open:
+            return
+        for name in still_open:
+            if not (directory / name).exists() and not (directory / (name + PART_SUFFIX)).exists():
+                raise DriverError(f"{directory / name} is gone, though the manifest names it")
+        wait(f"{len(still_open)} shards are still open, first {still_open[0]}")
+
+
+def _until_disk_lets(action: Callable[[], object], wait: Callable[[str], None]) -> None:
+    while True:
+        try:
+            action()
+            return
+        except OSError as error:  # noqa: PERF203
+            if error.errno not in DISK_FULL:
+                raise
+            wait(f"paused: {error.filename or 'disk'}: {error.strerror}")

@@ -1,0 +1,332 @@
+"""What the agent saw of one server, as the diagnosis reads it; shared by both sides.
+
+The JSON form is ``protocol.to_json(evidence)`` and ``protocol.from_json(Evidence, data)``. Rates and deltas are over
+the window between the two samples, ``Evidence.seconds``; CPU is a share of one core (1.0 = one core busy). Sizes are
+bytes.
+
+Secrets are scrubbed before anything lands here. Standard library alone, Python 3.8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Dict, List, Optional
+
+from fleetdump.agent.protocol import HealthyProfile, Patience
+
+EVIDENCE_VERSION = 1
+
+
+@dataclass
+class Target:
+    """The server to look at. ``pid`` is its launcher; ``session`` its session id (0: the launcher's own tree only)."""
+
+    pid: int
+    start_time: int = 0
+    session: int = 0
+    server: str = ""
+    port: int = 0
+    host: str = "127.0.0.1"
+    log: str = ""
+    ranks: int = 1
+    python: str = ""
+    """The server's interpreter; py-spy is looked for beside it."""
+    watched_paths: List[str] = field(default_factory=list)
+    """More directories whose free space matters (the capture directory)."""
+
+
+@dataclass
+class WatchFacts:
+    """What a watcher knew when it asked for evidence: ``idle_seconds`` without progress, of ``patience`` allowed.
+    Without a watcher ``patience`` is 0 and ``patiences`` may say what each phase is allowed."""
+
+    phase: str = ""
+    idle_seconds: float = 0.0
+    patience: float = 0.0
+    healthy: Optional[HealthyProfile] = None
+    patiences: Optional[Patience] = None
+
+
+@dataclass
+class ThreadFacts:
+    """One thread, seen twice. ``syscall`` is the number, or "running"; ``voluntary`` are context switches a second."""
+
+    tid: int
+    name: str
+    state: str
+    cpu: float = 0.0
+    demand: float = 0.0
+    """Share of the window in which it ran or waited for a core: 1.0 for a spin, however crowded the host is."""
+    user_share: float = 0.0
+    """Part of its CPU time that was user time."""
+    voluntary: float = 0.0
+    wchan: str = ""
+    syscall: str = ""
+
+
+@dataclass
+class PipeEnd:
+    """A pipe of this process and the processes at its other end (pids that hold the opposite direction)."""
+
+    fd: int
+    inode: int
+    mode: str
+    """"r" or "w": what this process may do with it."""
+    peers: List[int] = field(default_factory=list)
+
+
+@dataclass
+class SocketFacts:
+    """A TCP socket of the process; ``state`` as the kernel names it (LISTEN, ESTABLISHED, SYN_SENT, CLOSE_WAIT …)."""
+
+    fd: int
+    state: str
+    local: str
+    remote: str = ""
+
+
+@dataclass
+class ProcessFacts:
+    """One process of the server, seen twice. ``role`` as ``procfs.role_of`` names it: launcher, scheduler,
+    detokenizer, compiler, compile_worker, resource_tracker … ``rank`` is a scheduler's tensor-parallel rank, ``label``
+    its whole name in SGLang's log ("TP1", "DP1 TP3")."""
+
+    pid: int
+    ppid: int
+    role: str
+    name: str
+    start_time: int
+    state: str
+    rank: Optional[int] = None
+    label: str = ""
+    cmdline: str = ""
+    state_before: str = ""
+    cpu: float = 0.0
+    """All threads together."""
+    rss: int = 0
+    rss_delta: int = 0
+    rchar_delta: int = 0
+    read_bytes_delta: int = 0
+    wchar_delta: int = 0
+    majflt_delta: int = 0
+    main: Optional[ThreadFacts] = None
+    threads: List[ThreadFacts] = field(default_factory=list)
+    """The busiest threads, the main thread left out."""
+    thread_count: int = 0
+    syscall_fd: int = -1
+    """The descriptor that the main thread's read, write or ioctl waits on; -1 when it names none."""
+    polled_fds: List[int] = field(default_factory=list)
+    """Descriptors that its main thread waits for in poll, where they can be read."""
+    kernel_stack: List[str] = field(default_factory=list)
+    tracer_pid: int = 0
+    fd_count: int = 0
+    fd_limit: int = 0
+    stdout: str = ""
+    stderr: str = ""
+    writes_log: Optional[bool] = None
+    """Whether fd 1 is the watched log file (same device and inode); None when there is no log or fd 1 is unreadable."""
+    pipes: List[PipeEnd] = field(default_factory=list)
+    sockets: List[SocketFacts] = field(default_factory=list)
+
+
+@dataclass
+class RankMarks:
+    """Log marks of one rank (``label`` as in the log, for instance "TP1"): the phase it has entered, what it logged."""
+
+    label: str
+    rank: int
+    phase: str
+    marks: List[str] = field(default_factory=list)
+    last_line: str = ""
+
+
+@dataclass
+class LogFacts:
+    """The watched log. ``quiet_seconds``: since its last write. ``growth`` (bytes), ``news`` (lines that are no
+    repetition, bars that advance) and ``forwards`` (batches) happened between the samples."""
+
+    path: str = ""
+    exists: bool = False
+    bytes: int = 0
+    lines: int = 0
+    growth: int = 0
+    news: int = 0
+    forwards: int = 0
+    quiet_seconds: float = 0.0
+    phase: str = ""
+    ready: bool = False
+    server_marks: List[str] = field(default_factory=list)
+    ranks: List[RankMarks] = field(default_factory=list)
+    crash: str = ""
+    """The first fatal exception's own line; empty when none was logged."""
+    crash_label: str = ""
+    """The rank that logged it, for instance "TP1"; empty when the log does not tell."""
+    troubles: Dict[str, str] = field(default_factory=dict)
+    """Known causes by name (port_in_use, out_of_memory, disk_full, proxy_refused …), each with its first line."""
+    repeated: int = 0
+    repeated_line: str = ""
+    running_requests: int = 0
+    tail: List[str] = field(default_factory=list)
+    unterminated: bool = False
+    """The last line has no newline yet."""
+
+
+@dataclass
+class PortFacts:
+    """The server's port, in the launcher's own network namespace. ``owner_pid`` 0: nobody listens or it is hidden."""
+
+    port: int = 0
+    open: bool = False
+    owner_pid: int = 0
+    owner: str = ""
+    ours: bool = False
+
+
+@dataclass
+class HttpProbe:
+    """One GET: ``status`` 0 when there was no answer, then ``error`` says why (refused, timeout …)."""
+
+    path: str
+    status: int
+    seconds: float
+    error: str = ""
+
+
+@dataclass
+class DiskFacts:
+    """A file system that the server writes to."""
+
+    use: str
+    path: str
+    free_bytes: int
+    total_bytes: int
+    free_inodes: int = -1
+    fstype: str = ""
+
+
+@dataclass
+class LockFacts:
+    """A lock of /proc/locks that concerns the server: ``waiter`` waits for ``holder`` (0: not visible here)."""
+
+    kind: str
+    inode: int
+    holder: int
+    waiter: int
+    path: str = ""
+
+
+@dataclass
+class LockFile:
+    """A lock file of a compile cache. ``holder`` is a living pid that has it open, 0 for none."""
+
+    path: str
+    age_seconds: float
+    holder: int = 0
+
+
+@dataclass
+class MemoryFacts:
+    """``oom_kills`` from the server's cgroup; ``oom_lines`` of the kernel log that name a kill."""
+
+    available: int = 0
+    total: int = 0
+    oom_kills: int = 0
+    oom_lines: List[str] = field(default_factory=list)
+    pressure_some: float = 0.0
+    pressure_full: float = 0.0
+
+
+@dataclass
+class GpuFacts:
+    """One line of nvidia-smi; utilisation in percent, power in watts, memory in MiB."""
+
+    index: int
+    utilization: int
+    memory_used: int
+    power: float = 0.0
+    power_limit: float = 0.0
+
+
+@dataclass
+class SyscallCount:
+    """Calls of one thread during the trace. ``target``: what the descriptor is (log, eventfd, pipe to pid …)."""
+
+    thread: str
+    main: bool
+    name: str
+    count: int
+    target: str = ""
+
+
+@dataclass
+class Trace:
+    """strace of one process for ``seconds``, folded by thread, call and descriptor."""
+
+    pid: int
+    label: str
+    seconds: float
+    calls: List[SyscallCount] = field(default_factory=list)
+
+
+@dataclass
+class Stack:
+    """The main thread's Python frames, innermost first, as "function (file:line)"; ``state`` as py-spy says."""
+
+    pid: int
+    role: str
+    label: str
+    state: str
+    frames: List[str] = field(default_factory=list)
+
+
+@dataclass
+class StackGroup:
+    """Ranks (by label) whose main thread is in the same place. ``minority``: fewer ranks than the largest group."""
+
+    frames: List[str]
+    ranks: List[str]
+    minority: bool = False
+
+
+@dataclass
+class ProbeRecord:
+    """How one probe went: ``ok`` False is itself evidence (ptrace refused, tool absent, time limit)."""
+
+    name: str
+    ok: bool
+    seconds: float
+    detail: str = ""
+
+
+@dataclass
+class Evidence:
+    """Everything the agent saw of one server."""
+
+    target: Target
+    taken_at: float
+    seconds: float
+    hostname: str = ""
+    launcher_alive: bool = True
+    uptime: float = 0.0
+    """Seconds since the launcher started."""
+    processes: List[ProcessFacts] = field(default_factory=list)
+    log: LogFacts = field(default_factory=LogFacts)
+    port: PortFacts = field(default_factory=PortFacts)
+    http: List[HttpProbe] = field(default_factory=list)
+    memory: MemoryFacts = field(default_factory=MemoryFacts)
+    disks: List[DiskFacts] = field(default_factory=list)
+    kernel_log: List[str] = field(default_factory=list)
+    locks: List[LockFacts] = field(default_factory=list)
+    lock_files: List[LockFile] = field(default_factory=list)
+    env_names: List[str] = field(default_factory=list)
+    proxy: Dict[str, str] = field(default_factory=dict)
+    """Proxy variables of the launcher: host:port without credentials; ``no_proxy`` as it is."""
+    gpus: List[GpuFacts] = field(default_factory=list)
+    traces: List[Trace] = field(default_factory=list)
+    stacks: List[Stack] = field(default_factory=list)
+    stack_groups: List[StackGroup] = field(default_factory=list)
+    watch: Optional[WatchFacts] = None
+    probes: List[ProbeRecord] = field(default_factory=list)
+    deep: bool = False
+    """Stage 2 (strace, stacks) was taken."""
+    v: int = EVIDENCE_VERSION

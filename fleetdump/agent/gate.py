@@ -1,0 +1,66 @@
+"""Is the server there to be driven? The driver asks before it sends, and after a connection broke."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Optional
+
+from fleetdump.agent.context import State
+from fleetdump.agent.detach import alive
+from fleetdump.agent.generate import is_ready
+from fleetdump.agent.protocol import CaptureSpec
+from fleetdump.agent.server import ServerRecord, load_record
+
+
+@dataclass
+class Launch:
+    """One launch of the server, as far as the driver is concerned."""
+
+    launch_id: str
+    pid: int
+    start_time: int
+    port: int
+
+    def lives(self) -> bool:
+        """Whether the launcher process runs; it serves HTTP, so without it nothing is answered."""
+        return alive(self.pid, self.start_time)
+
+
+@dataclass
+class Probe:
+    """What a look at the server found: a launch that serves, or in words why there is none. ``stopped``: id of a launch
+    that ``fleetdump stop`` ended."""
+
+    launch: Optional[Launch]
+    detail: str = ""
+    stopped: str = ""
+
+
+def probe(state: State, server: str, capture: CaptureSpec) -> Probe:
+    """Look at the server now; may take as long as its /health does."""
+    record = load_record(state, server)
+    if record is None:
+        return Probe(None, f"server {server} was never launched here: waiting for fleetdump deploy")
+    launch = Launch(record.launch_id, record.pid, record.start_time, record.port)
+    if record.stopped_at or not launch.lives():
+        how = "is stopped" if record.stopped_at else f"died (pid {record.pid})"
+        stopped = record.launch_id if record.stopped_at else ""
+        return Probe(None, f"server {server} {how}: waiting for it to be launched again", stopped)
+    mismatch = capture_mismatch(record, capture)
+    if mismatch:
+        return Probe(None, mismatch)
+    if not is_ready(record.port):
+        return Probe(None, f"server {server} does not answer on port {record.port} yet")
+    return Probe(launch)
+
+
+def capture_mismatch(record: ServerRecord, capture: CaptureSpec) -> str:
+    """Why this launch cannot work on a share with these settings, empty when it can."""
+    if not record.capture_layers:
+        return f"server {record.name} was launched without the capture patch"
+    if record.capture_layers != capture.layers:
+        return f"server {record.name} captures layers {record.capture_layers}, the share wants {capture.layers}"
+    if os.path.expanduser(record.capture_dir) != os.path.expanduser(capture.dir):
+        return f"server {record.name} captures to {record.capture_dir}, the share wants {capture.dir}"
+    return ""

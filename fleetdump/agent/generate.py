@@ -1,0 +1,111 @@
+"""Requests to an SGLang server on this machine's loopback, by ``http.client``: never through a proxy."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Optional
+
+REQUEST_SECONDS = 3600.0
+"""A server that answers nothing for so long is not waited for; a hang is seen and ended by ``watch``, not here."""
+
+PROBE_SECONDS = 30.0
+
+
+@dataclass
+class Reply:
+    """How a request ended. ``status`` is the HTTP status, 0 when the connection failed or broke; ``refused``: nobody
+    listens on the port, so the request reached no server."""
+
+    status: int
+    detail: str = ""
+    data: Any = None
+    refused: bool = False
+
+
+def post(port: int, path: str, body: Dict[str, Any], timeout: float = REQUEST_SECONDS) -> Reply:
+    """POST ``body`` as JSON to 127.0.0.1; never raises for what a server or network can do."""
+    return _request("POST", port, path, json.dumps(body).encode(), timeout)
+
+
+def get(port: int, path: str, timeout: float = PROBE_SECONDS) -> Reply:
+    """GET from 127.0.0.1, likewise."""
+    return _request("GET", port, path, None, timeout)
+
+
+def _request(method: str, port: int, path: str, body: Optional[bytes], timeout: float) -> Reply:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        return Reply(0, f"{type(error).__name__}: {error}", refused=isinstance(error, ConnectionRefusedError))
+    finally:
+        connection.close()
+    try:
+        data = json.loads(text) if text else None
+    except ValueError:
+        data = None
+    return Reply(response.status, text[:300].decode("utf-8", "replace") if response.status != 200 else "", data)
+
+
+def prefill(port: int, rid: str, ids: List[int]) -> Reply:
+    """Have the server prefill ``ids`` as request ``rid``: one token is generated, greedily, and thrown away."""
+    sampling = {"max_new_tokens": 1, "temperature": 0}
+    return post(port, "/generate", {"input_ids": ids, "rid": rid, "sampling_params": sampling})
+
+
+def is_ready(port: int) -> bool:
+    """Whether the server serves: /health of SGLang runs a generation once the warm-up is done, and is 503 before."""
+    return get(port, "/health").status == 200
+
+
+def context_length(port: int) -> int:
+    """The longest prompt (plus one) that the server takes, 0 when it does not say."""
+    for path in ("/server_info", "/get_server_info"):
+        reply = get(port, path)
+        if reply.status == 200 and isinstance(reply.data, dict):
+            known = [reply.data.get(key) for key in ("context_length", "max_req_input_len", "max_total_num_tokens")]
+            return min((number for number in known if isinstance(number, int) and number > 0), default=0)
+    return 0
+
+
+class Threads:
+    """Runs blocking calls in threads, as many as are busy at once, and hands their results to one queue."""
+
+    def __init__(self) -> None:
+        self.results: queue.Queue[Any] = queue.Queue()
+        self._jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._threads = 0
+        self._busy = 0
+
+    def run(self, call: Callable[[], Any]) -> None:
+        """Start ``call`` now; what it returns comes out of ``next``."""
+        self._busy += 1
+        if self._busy > self._threads:
+            self._threads += 1
+            threading.Thread(target=self._work, daemon=True).start()
+        self._jobs.put(call)
+
+    def next(self, timeout: float) -> Optional[Any]:
+        """A result, or None after ``timeout`` seconds without one. Re-raises what a call raised."""
+        try:
+            result = self.results.get(timeout=timeout) if timeout > 0 else self.results.get_nowait()
+        except queue.Empty:
+            return None
+        self._busy -= 1
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _work(self) -> None:
+        while True:
+            call = self._jobs.get()
+            try:
+                self.results.put(call())
+            except BaseException as error:  # handed to the caller of next()
+                self.results.put(error)

@@ -1,0 +1,92 @@
+"""Healthy starts, remembered: how many lines and seconds a start of the same kind took (``healthy.jsonl``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Dict, List, Optional, Sequence
+
+from fleetdump.agent.context import State
+from fleetdump.agent.formats import FORMAT_VERSION
+from fleetdump.agent.jsonl import append_lines, decode_record, open_journal, read_lines
+from fleetdump.agent.protocol import HealthyProfile
+
+FILE = "healthy.jsonl"
+REMEMBERED = 20
+"""Latest starts of a kind that make its profile."""
+LOCK_SECONDS = 2.0
+_PLACE_OPTIONS = ("--port", "--host", "--model-path", "--model", "--tokenizer-path", "--nccl-port", "--dist-init-addr")
+"""Options that say where a server is, not how it starts."""
+
+
+@dataclass
+class HealthyStart:
+    """One line of ``healthy.jsonl``. ``lines``: of the log, up to the ready mark."""
+
+    key: str
+    lines: int
+    seconds: float
+    phase_seconds: Dict[str, float]
+    engine: str
+    t: float = field(default_factory=time.time)
+    v: int = FORMAT_VERSION
+
+
+def start_key(model_path: str, engine: str, argv: Sequence[str], gpus: Sequence[str]) -> str:
+    """SHA-256 that starts of the same kind share: model folder's name, engine release, arguments, GPU names.
+
+    ``argv`` is the server's command line; interpreter, ports and paths do not count.
+    """
+    model = os.path.basename(model_path.rstrip("/"))
+    kind = [model, engine, _without_places(argv[1:]), sorted(gpus)]
+    return hashlib.sha256(json.dumps(kind).encode()).hexdigest()
+
+
+def remember(state: State, start: HealthyStart) -> bool:
+    """Append one start; False when another watch kept the file locked for ``LOCK_SECONDS``."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        file = open_journal(state.directory() / FILE)
+        if file is not None:
+            with file:
+                append_lines(file, [start])
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+def profile(state: State, key: str) -> Optional[HealthyProfile]:
+    """What the latest starts of this kind took; None when there was none. Raises ``FormatError`` for a broken file."""
+    lines, _ = read_lines(state.root / FILE)
+    records = [decode_record(HealthyStart, line, FILE) for line in lines if line.get("key") == key]
+    starts = records[-REMEMBERED:]
+    if not starts:
+        return None
+    phases = sorted({phase for start in starts for phase in start.phase_seconds})
+    return HealthyProfile(
+        key=key,
+        starts=len(starts),
+        lines_min=min(start.lines for start in starts),
+        lines_max=max(start.lines for start in starts),
+        seconds=_mean([start.seconds for start in starts]),
+        phase_seconds={phase: _mean([start.phase_seconds.get(phase, 0.0) for start in starts]) for phase in phases},
+    )
+
+
+def _without_places(args: Sequence[str]) -> List[str]:
+    kept, skip = [], False
+    for arg in args:
+        option = arg.partition("=")[0]
+        if skip or option in _PLACE_OPTIONS:
+            skip = not skip and "=" not in arg
+            continue
+        kept.append(arg)
+    return kept
+
+
+def _mean(values: List[float]) -> float:
+    return round(sum(values) / len(values), 2)

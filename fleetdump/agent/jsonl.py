@@ -1,0 +1,152 @@
+"""JSON lines and small JSON files that survive a crash (docs/formats.md): append, read, replace.
+
+A line without its newline does not exist. Standard library alone, Python 3.8; shared by agent, driver and controller.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO, Dict, List, Optional, Sequence, Tuple, Type, TypeVar
+
+from fleetdump.agent.formats import FORMAT_VERSION, JOURNAL_KINDS, FormatError, JournalRecord
+from fleetdump.agent.protocol import ProtocolError, from_json, to_json
+
+T = TypeVar("T")
+
+
+def encode_line(record: Any) -> bytes:
+    """One JSON line (with its newline) of a record dataclass or plain data."""
+    return json.dumps(to_json(record), separators=(",", ":")).encode() + b"\n"
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Open a ``.jsonl`` file for appending (created 0600), a torn last line cut off; for its one writer alone."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
+    _cut_torn_line(file)
+    return file
+
+
+def open_journal(path: Path) -> Optional[BinaryIO]:
+    """``open_lines`` under an exclusive flock that lasts until the file is closed or its process ends. None when
+    another process holds it: that file's writer lives."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    _cut_torn_line(file)
+    return file
+
+
+def append_lines(file: BinaryIO, records: Sequence[Any]) -> None:
+    """Append records to a file of ``open_lines`` and fsync it. If that fails (``OSError``), what was written of them
+    is cut off again, so that a later append cannot run into a torn line."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        write_all(file, b"".join(encode_line(record) for record in records))
+        os.fsync(file.fileno())
+    except OSError:
+        file.truncate(end)
+        raise
+
+
+def read_lines(path: Path, offset: int = 0) -> Tuple[List[Dict[str, Any]], int]:
+    """Whole lines from byte ``offset`` on, decoded, and the offset after the last of them (to go on from). A torn last
+    line is left out; a missing file is empty. Raises ``FormatError`` for a whole line that is not an object of our
+    version."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read()
+    except FileNotFoundError:
+        return [], offset
+    records = []
+    for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+        records.append(_decode_line(line, f"{path}: byte {offset}"))
+        offset += len(line)
+    return records, offset
+
+
+def read_journal(path: Path, offset: int = 0) -> Tuple[List[JournalRecord], int]:
+    """Journal records from byte ``offset`` on, and the offset to go on from; raises ``FormatError``."""
+    lines, end = read_lines(path, offset)
+    records = []
+    for line in lines:
+        kind = JOURNAL_KINDS.get(str(line.get("kind")))
+        if kind is None:
+            raise FormatError(f"{path}: unknown kind of journal line {line.get('kind')!r}")
+        records.append(decode_record(kind, line, str(path)))
+    return records, end
+
+
+def decode_record(kind: Type[T], data: Dict[str, Any], where: str) -> T:
+    """Build record class ``kind`` from a decoded line; raises ``FormatError`` naming ``where``."""
+    try:
+        return from_json(kind, data)
+    except ProtocolError as error:
+        raise FormatError(f"{where}: {error}") from error
+
+
+def write_all(file: BinaryIO, data: Any) -> None:
+    """Write all of ``data`` (anything with a buffer) to an unbuffered file, which may take it in parts."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[file.write(view) :]
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace ``path`` by ``data`` as JSON: temporary name, fsync, rename, fsync of the directory."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb", opener=_private) as file:
+        file.write(encode_line(data))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make names created or renamed in ``path`` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _cut_torn_line(file: BinaryIO) -> None:
+    file.truncate(_whole_bytes(file))
+    file.seek(0, os.SEEK_END)
+
+
+def _whole_bytes(file: BinaryIO) -> int:
+    """Length of ``file`` without a torn last line."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _decode_line(line: bytes, where: str) -> Dict[str, Any]:
+    try:
+        record = json.loads(line.decode())
+    except ValueError as error:
+        raise FormatError(f"{where}: not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise FormatError(f"{where}: expected an object")
+    if record.get("v") != FORMAT_VERSION:
+        raise FormatError(f"{where}: version {record.get('v')!r}, this fleetdump reads {FORMAT_VERSION}")
+    return record

@@ -1,0 +1,122 @@
+"""The host's lock: a directory with ``holder.json`` in it, so that two operators never change a host at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator, Optional
+
+from fleetdump.agent.context import AgentContext
+from fleetdump.agent.detach import alive, start_time
+from fleetdump.agent.protocol import AgentFailure, ProtocolError, from_json, to_json
+
+
+@dataclass
+class Holder:
+    """Who holds the lock. ``host`` is the node's name; ``start_time`` tells its ``pid`` from a later process."""
+
+    operator: str
+    host: str
+    pid: int
+    start_time: int
+    verb: str
+    since: float
+
+
+@contextlib.contextmanager
+def host_lock(ctx: AgentContext) -> Iterator[None]:
+    """Hold the host's lock; raises ``AgentFailure`` code ``locked`` that names the holder when it is taken.
+
+    A lock whose holder is dead (killed agent, reboot) is taken over.
+    """
+    directory = ctx.state.directory() / "lock"
+    me = Holder(
+        operator=ctx.request.operator,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        start_time=start_time(os.getpid()) or 0,
+        verb=ctx.request.verb,
+        since=time.time(),
+    )
+    _acquire(directory, me)
+    try:
+        yield
+    finally:
+        _release(directory)
+
+
+def read_holder(directory: Path) -> Optional[Holder]:
+    """The holder that ``directory`` names, None when nobody holds it."""
+    try:
+        return from_json(Holder, json.loads((directory / "holder.json").read_text()))
+    except (FileNotFoundError, NotADirectoryError, ValueError, ProtocolError):
+        return None
+
+
+def _acquire(directory: Path, me: Holder) -> None:
+    """Put a directory that already holds ``me`` in place by rename: it fails on any lock that is not empty, so there is
+    no moment at which a lock exists without its holder."""
+    ready = directory.with_name(f"lock.{me.pid}.{me.start_time}")
+    ready.mkdir(mode=0o700, exist_ok=True)
+    (ready / "holder.json").write_text(json.dumps(to_json(me)))
+    try:
+        if _put(ready, directory):
+            return
+        with _takeover_guard(directory):
+            holder = read_holder(directory)
+            if holder is not None and alive(holder.pid, holder.start_time):
+                raise _busy(holder)
+            shutil.rmtree(str(directory), ignore_errors=True)
+            if _put(ready, directory):
+                return
+        raise _busy(read_holder(directory))
+    finally:
+        shutil.rmtree(str(ready), ignore_errors=True)
+
+
+def _put(ready: Path, directory: Path) -> bool:
+    try:
+        os.rename(str(ready), str(directory))
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def _takeover_guard(directory: Path) -> Iterator[None]:
+    """One taker at a time, else the second could remove the lock that the first has just put in a dead one's place."""
+    descriptor = os.open(str(directory.with_name("lock.guard")), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _release(directory: Path) -> None:
+    """An empty ``lock/`` is free; whoever takes it between the two steps makes the rmdir fail, which is right."""
+    with contextlib.suppress(OSError):
+        os.unlink(str(directory / "holder.json"))
+        os.rmdir(str(directory))
+
+
+def _busy(holder: Optional[Holder]) -> AgentFailure:
+    if holder is None:
+        return AgentFailure("locked", "the host is locked", next_step="try again")
+    seconds = max(0, int(time.time() - holder.since))
+    return AgentFailure(
+        "locked",
+        "the host is locked",
+        where=holder.host,
+        why=f"{holder.operator or 'somebody'} runs {holder.verb} there since {seconds} s (pid {holder.pid})",
+        next_step="wait until it ends, or ask that operator",
+    )

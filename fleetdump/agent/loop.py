@@ -1,0 +1,380 @@
+"""The driver's loop: send samples, watch the taps' journals, commit what is whole, retry what is not.
+
+One thread decides; others only wait for HTTP replies. All that it must not forget stands in files.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import BinaryIO, Dict, List, Optional
+
+from fleetdump.agent.commit import Committer, Ready
+from fleetdump.agent.context import State
+from fleetdump.agent.formats import AttemptLine, PieceRecord, RejectedLine, Rid
+from fleetdump.agent.gate import Launch, Probe, probe
+from fleetdump.agent.generate import Reply, Threads, prefill
+from fleetdump.agent.journals import Captured, Journals, PieceFault, join, missing_rows
+from fleetdump.agent.jsonl import encode_line, open_lines, write_all
+from fleetdump.agent.reporter import Reporter
+from fleetdump.agent.schedule import DEATHS_TO_REJECT, Sample, Schedule, backoff
+from fleetdump.agent.share import Share, ShareSpec
+
+log = logging.getLogger("fleetdump.driver")
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+FREE_OF_CHARGE = ("disk_full", "backpressure", "server_gone")
+"""Ends of an attempt that say nothing about the sample: they do not count towards max_attempts."""
+
+
+@dataclass
+class Timing:
+    """Seconds. ``turn``: longest wait for a reply before looking at the journals; ``settle``: how long the rows of an
+    answered request may stay away while the taps write nothing at all; ``pause``: wait on a full disk; ``probe``:
+    between two looks at a server that is away; ``give_up``: ``time.monotonic()`` at which to stop trying, for ever by
+    default."""
+
+    turn: float = 0.05
+    settle: float = 60.0
+    pause: float = 10.0
+    probe: float = 1.0
+    give_up: float = math.inf
+
+    def check(self, doing: str) -> None:
+        """Raise ``OutOfTime`` when it is time to give up."""
+        if time.monotonic() > self.give_up:
+            raise OutOfTime(doing)
+
+
+class OutOfTime(Exception):
+    """The caller's time is over; the text says what was still waited for."""
+
+
+@dataclass
+class Sent:
+    """An attempt whose request went out. ``answered``: monotonic time of its good reply, 0 before."""
+
+    sample: Sample
+    rid: Rid
+    launch: Launch
+    alone: bool
+    answered: float = 0.0
+
+
+@dataclass
+class Answer:
+    """A request has ended."""
+
+    sent: Sent
+    reply: Reply
+
+
+class Loop:
+    """Works until every sample is in the manifest or rejected (``run``). Everything already settled is left out, so a
+    killed loop is continued by making a new one."""
+
+    def __init__(
+        self, state: State, share: Share, committer: Committer, reporter: Reporter, timing: Optional[Timing] = None
+    ):
+        spec = share.spec()
+        assert spec is not None
+        self.state = state
+        self.share = share
+        self.spec: ShareSpec = spec
+        self.committer = committer
+        self.reporter = reporter
+        self.timing = timing or Timing()
+        self.directory = spec.directory
+        self.open: Dict[str, Sample] = {}
+        """Samples that are neither in the manifest nor rejected, by id."""
+        self.rejects: List[RejectedLine] = []
+        """Decided, not yet written."""
+        self.ready: Dict[str, Ready] = {}
+        """Captured whole, not yet in the manifest, by id."""
+        self.sent: Dict[str, Sent] = {}
+        """The attempt that is under way, by sample id."""
+        self.lost: List[Sent] = []
+        """Their connection broke; what is to be thought of them is known when the server is back."""
+        self._read_work()
+        self._recall_attempts()
+        self.schedule = Schedule.of(self.open.values(), spec.token_budget)
+        self.journals = Journals(self.directory, spec.server, self._wanted)
+        self.last_news = time.monotonic()
+        self.launch: Optional[Launch] = None
+        """The server that answers; None: look for it first."""
+        self.stopped_launch = ""
+        self.detail = "looking for the server"
+        self.threads = Threads()
+        self.attempts: BinaryIO = open_lines(share.attempts)
+        self._paused_until = 0.0
+        self._probing = False
+        self._next_probe = 0.0
+
+    def run(self) -> None:
+        """Work to the end."""
+        with self.attempts:
+            while self.open or self.rejects:
+                self.timing.check(self.detail or f"{len(self.open)} samples are not through")
+                self.step()
+            self.reporter.progress.in_flight = 0
+
+    def step(self) -> None:
+        """One turn. A full disk pauses everything and loses nothing: each part can be repeated."""
+        try:
+            self._take_results()
+            self._read_journals()
+            if time.monotonic() >= self._paused_until:
+                self._commit()
+                self._give_up_waiting(time.monotonic())
+                self._send()
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            self._pause(f"{error.filename or self.directory}: {error.strerror}")
+        self._look_for_server(time.monotonic())
+        self.reporter.progress.in_flight = len(self.schedule.in_flight)
+        self.reporter.report("running", self.detail, self.committer)
+
+    # ------------------------------------------------------------------ what there is to do
+    def _read_work(self) -> None:
+        for sample, line in self.share.scan_work():
+            if line["id"] in self.committer.settled or line["id"] in self.open:
+                continue
+            if sample is None:
+                self.rejects.append(self.committer.rejection(line["id"], line["reason"], line["detail"], 0))
+            else:
+                self.open[sample.id] = sample
+                self.reporter.tokens_left += sample.tokens
+
+    def _recall_attempts(self) -> None:
+        for line in self.share.read_attempts():
+            sample = self.open.get(line.id)
+            if sample is None:
+                continue
+            sample.attempt = max(sample.attempt, line.attempt)
+            if line.outcome == "killed_server":
+                sample.deaths += 1
+            elif line.outcome != "sent" and line.outcome not in FREE_OF_CHARGE:
+                sample.failures += 1
+
+    def _wanted(self, rid: Rid) -> bool:
+        return rid.run == self.spec.run and rid.sample in self.open
+
+    # ------------------------------------------------------------------ replies and journals
+    def _take_results(self) -> None:
+        result = self.threads.next(self.timing.turn)
+        while result is not None:
+            if isinstance(result, Probe):
+                self._take_probe(result)
+            else:
+                self._take_answer(result)
+            result = self.threads.next(0)
+
+    def _take_answer(self, answer: Answer) -> None:
+        sent, reply = answer.sent, answer.reply
+        self.schedule.landed(sent.sample)
+        if sent.sample.id not in self.open:
+            self.sent.pop(sent.sample.id, None)
+        elif reply.status == 200:
+            sent.answered = time.monotonic()
+            self._judge(str(sent.rid))
+        elif reply.status:
+            self._failed(sent, "server_error", f"HTTP {reply.status}: {reply.detail}")
+        elif reply.refused:
+            self._server_away(reply.detail)
+            self._failed(sent, "server_gone", reply.detail)
+        elif self.launch is None or self.launch.launch_id == sent.launch.launch_id:
+            self._server_away(reply.detail)
+            self.lost.append(sent)
+        else:
+            self._judge_lost(sent, self.launch)
+
+    def _read_journals(self) -> None:
+        for rid in self.journals.poll():
+            self.last_news = time.monotonic()
+            self._judge(rid)
+
+    def _judge(self, rid: str) -> None:
+        """Is the attempt whole, or can it never be? Rows that come late, of an attempt that was given up, count too."""
+        captured = self.journals.captured.get(rid)
+        if captured is None:
+            return
+        sample = self.open.get(captured.rid.sample)
+        if sample is None or sample.id in self.ready:
+            self.journals.forget(rid)
+            return
+        sample.attempt = max(sample.attempt, captured.rid.attempt)
+        try:
+            pieces = self._whole(captured, sample)
+        except PieceFault as fault:
+            sent = self.sent.get(sample.id)
+            if sent is not None and sent.answered and str(sent.rid) == rid:
+                self._failed(sent, captured.skip.reason if captured.skip else "rows_mismatch", str(fault))
+            return
+        if pieces is not None:
+            self.ready[sample.id] = Ready(sample, captured.rid, pieces)
+            self.journals.forget(rid)
+
+    def _whole(self, captured: Captured, sample: Sample) -> Optional[List[PieceRecord]]:
+        if captured.skip is not None:
+            raise PieceFault(captured.skip.detail)
+        if sum(piece.rows for piece in captured.pieces) < sample.tokens:
+            return None
+        ids, _ = self.share.read_sample(sample)
+        return join(captured.pieces, ids, len(self.spec.capture.layers) + 1)
+
+    def _commit(self) -> None:
+        """Rejects and whole samples become lines; only then are they settled."""
+        self.committer.reject(self.rejects)
+        for line in self.rejects:
+            self._settled(line.id)
+        self.rejects = []
+        batch = list(self.ready.values())
+        self.committer.commit(batch)
+        for ready in batch:
+            self._settled(ready.sample.id)
+        self.ready = {}
+
+    def _settled(self, sample_id: str) -> None:
+        sample = self.open.pop(sample_id, None)
+        if sample is not None:
+            self.reporter.tokens_left -= sample.tokens
+        sent = self.sent.get(sample_id)
+        if sent is not None and sent.answered:
+            del self.sent[sample_id]
+
+    def _give_up_waiting(self, now: float) -> None:
+        """Attempts that were answered, but whose rows do not come: the server is gone, or the tap lost them."""
+        waiting = [sent for sent in self.sent.values() if sent.answered and sent.sample.id in self.open]
+        launches = {sent.launch.launch_id: sent.launch for sent in waiting}
+        living = {launch_id for launch_id, launch in launches.items() if launch.lives()}
+        for sent in waiting:
+            captured = self.journals.captured.get(str(sent.rid))
+            rows = missing_rows(captured.pieces if captured else [], sent.sample.tokens)
+            if sent.launch.launch_id not in living:
+                self._server_away("its process ended")
+                self._failed(sent, "server_gone", f"{rows} were not written before the server ended")
+            elif now - max(sent.answered, self.last_news) > self.timing.settle:
+                self._failed(sent, "rows_missing", f"{rows} did not come within {self.timing.settle:.0f} s")
+
+    # ------------------------------------------------------------------ sending
+    def _send(self) -> None:
+        while self.launch is not None:
+            sample = self.schedule.take(time.monotonic())
+            if sample is None:
+                return
+            if sample.id in self.open and sample.id not in self.ready:
+                self._send_one(sample, self.launch)
+            else:
+                self.schedule.landed(sample)
+
+    def _send_one(self, sample: Sample, launch: Launch) -> None:
+        rid = Rid(self.spec.run, sample.id, sample.attempt + 1)
+        sent = Sent(sample, rid, launch, alone=self.schedule.alone == sample.id)
+        try:
+            self._write_attempt(sample, rid.attempt, "sent", "")
+        except OSError:
+            self.schedule.landed(sample)
+            self.schedule.again(sample, 0.0)
+            raise
+        sample.attempt = rid.attempt
+        ids, _ = self.share.read_sample(sample)
+        self.sent[sample.id] = sent
+        self.threads.run(lambda: Answer(sent, prefill(launch.port, str(rid), ids)))
+
+    def _failed(self, sent: Sent, reason: str, detail: str) -> None:
+        """An attempt ended without a sample: try again later, or reject."""
+        sample, now = sent.sample, time.monotonic()
+        self.sent.pop(sample.id, None)
+        self.journals.forget(str(sent.rid))
+        self._note_end(sent, reason, detail)
+        if reason in FREE_OF_CHARGE:
+            self.schedule.again(sample, now if reason == "server_gone" else now + self.timing.pause)
+            if reason == "disk_full":
+                self._pause(f"the tap found the disk full: {detail}")
+            return
+        sample.failures += 1
+        if sample.failures < self.spec.max_attempts:
+            self.schedule.again(sample, now + backoff(sample.failures))
+        else:
+            self._reject(sample, "server_error" if reason == "server_error" else "capture_failed", detail)
+
+    def _reject(self, sample: Sample, reason: str, detail: str) -> None:
+        log.error("%s is rejected: %s: %s", sample.id, reason, detail)
+        self.rejects.append(self.committer.rejection(sample.id, reason, detail, sample.attempt))
+
+    def _note_end(self, sent: Sent, outcome: str, detail: str) -> None:
+        """Log why an attempt ended. On a full disk the note is lost: then a later driver counts one failure less."""
+        log.warning("%s: %s: %s", sent.rid, outcome, detail)
+        self.reporter.progress.retries += 1
+        try:
+            self._write_attempt(sent.sample, sent.rid.attempt, outcome, detail)
+        except OSError as error:
+            log.warning("%s: %s", self.share.attempts, error)
+
+    def _write_attempt(self, sample: Sample, attempt: int, outcome: str, detail: str) -> None:
+        """Not fsynced: the line must outlive this process, and a crash of the machine ends the server, and with it
+        every request whose id could clash, too."""
+        clean = detail.encode("utf-8", "replace").decode()
+        end = self.attempts.seek(0, os.SEEK_END)
+        try:
+            write_all(self.attempts, encode_line(AttemptLine(sample.id, attempt, outcome, clean, time.time())))
+        except OSError:
+            self.attempts.truncate(end)
+            raise
+
+    def _pause(self, why: str) -> None:
+        self._paused_until = time.monotonic() + self.timing.pause
+        self.detail = f"paused: {why}"
+        log.warning("%s", self.detail)
+
+    # ------------------------------------------------------------------ the server
+    def _server_away(self, why: str) -> None:
+        if self.launch is not None:
+            self.launch = None
+            self.detail = f"the server is away ({why})"
+            log.warning("%s", self.detail)
+
+    def _look_for_server(self, now: float) -> None:
+        if self.launch is None and not self._probing and now >= self._next_probe:
+            self._probing = True
+            self._next_probe = now + self.timing.probe
+            self.threads.run(lambda: probe(self.state, self.spec.server, self.spec.capture))
+
+    def _take_probe(self, found: Probe) -> None:
+        self._probing = False
+        self.stopped_launch = found.stopped or self.stopped_launch
+        self.detail = found.detail
+        if found.launch is None:
+            return
+        self.launch = found.launch
+        lost, self.lost = self.lost, []
+        for sent in lost:
+            self._judge_lost(sent, found.launch)
+
+    def _judge_lost(self, sent: Sent, back: Launch) -> None:
+        """Did this request kill the server? It is a suspect unless the server was stopped on purpose or still lives."""
+        sample = sent.sample
+        if sample.id not in self.open or sample.id in self.ready:
+            return
+        if sent.launch.launch_id == back.launch_id:
+            self._failed(sent, "server_error", "the server broke the connection but lives")
+            return
+        if sent.launch.launch_id == self.stopped_launch:
+            self._failed(sent, "server_gone", "the server was stopped")
+            return
+        self.sent.pop(sample.id, None)
+        if not sent.alone:
+            self._note_end(sent, "server_gone", "in flight when the server died: it is tried alone")
+            self.schedule.suspect(sample)
+            return
+        sample.deaths += 1
+        self._note_end(sent, "killed_server", f"launch {sent.launch.launch_id} died with it alone in flight")
+        if sample.deaths < DEATHS_TO_REJECT:
+            self.schedule.suspect(sample)
+        else:
+            self._reject(sample, "killed_server", f"the server died {sample.deaths} times with it alone in flight")

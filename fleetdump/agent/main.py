@@ -1,0 +1,143 @@
+"""The agent's entry: one request in, events and one result out, and an end in time whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any, BinaryIO, Dict, Iterator, NamedTuple
+
+from fleetdump.agent import audit, bundles, protocol
+from fleetdump.agent.context import AgentContext, ControllerGone, State
+from fleetdump.agent.lock import host_lock
+from fleetdump.agent.protocol import AgentError, AgentFailure, Request, from_json, to_json
+from fleetdump.agent.watchdog import Watchdog
+
+
+class Verb(NamedTuple):
+    """``target`` is ``module:function`` below ``fleetdump.agent``, imported on use; a verb that ``mutates`` the host
+    holds its lock and is audited."""
+
+    args: type
+    target: str
+    mutates: bool = False
+
+
+VERB_TABLE: Dict[str, Verb] = {
+    "probe": Verb(protocol.ProbeArgs, "probe:probe"),
+    "patch": Verb(protocol.PatchArgs, "patching:patch", mutates=True),
+    "revert": Verb(protocol.RevertArgs, "patching:revert", mutates=True),
+    "launch": Verb(protocol.LaunchArgs, "server:launch", mutates=True),
+    "stop": Verb(protocol.StopArgs, "server:stop", mutates=True),
+    "logs": Verb(protocol.LogsArgs, "status:logs"),
+    "status": Verb(protocol.StatusArgs, "status:status"),
+    "watch": Verb(protocol.WatchArgs, "watch:watch"),
+    "evidence": Verb(protocol.EvidenceArgs, "evidence:evidence"),
+    "selfcheck": Verb(protocol.SelfCheckArgs, "selfcheck:selfcheck"),
+    "submit": Verb(protocol.SubmitArgs, "drive:submit", mutates=True),
+    "follow": Verb(protocol.FollowArgs, "drive:follow"),
+    "manifest": Verb(protocol.ManifestArgs, "drive:manifest"),
+    "shards": Verb(protocol.ShardsArgs, "shards:shards"),
+    "fetch": Verb(protocol.FetchArgs, "shards:fetch"),
+    "clean": Verb(protocol.CleanArgs, "clean:clean", mutates=True),
+}
+
+
+def run(*, pushed: bool = False) -> None:
+    """Serve the one request on stdin. ``pushed``: the bundle has just been unpacked, so older ones may go."""
+    request = from_json(Request, json.loads(sys.stdin.buffer.readline()))
+    ctx = AgentContext(request, State.of(request.state_dir), stdout=_claim_stdout())
+    with bundles.in_use(ctx.state), Watchdog(ctx):
+        if pushed:
+            bundles.prune(ctx.state)
+        serve(ctx)
+
+
+def _claim_stdout() -> BinaryIO:
+    """Our own handle on stdout; whatever a verb, a library or a child process prints goes to stderr from now on."""
+    sys.stdout.flush()
+    frames = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return frames
+
+
+def serve(ctx: AgentContext) -> None:
+    """Run the verb and send its result frame; silent when the controller is gone."""
+    try:
+        result = {"type": "result", "result": to_json(dispatch(ctx)), "error": None}
+    except AgentFailure as failure:
+        result = _failed(failure.error)
+    except ControllerGone:
+        return
+    except Exception as error:
+        result = _failed(_explain(error))
+    with contextlib.suppress(ControllerGone):
+        ctx.send(result)
+
+
+def dispatch(ctx: AgentContext) -> Any:
+    """Run the requested verb and return its result dataclass; a verb that changes the host runs under the lock."""
+    request = ctx.request
+    if request.protocol != protocol.PROTOCOL_VERSION:
+        raise AgentFailure("usage", f"the agent does not speak protocol {request.protocol}")
+    verb = VERB_TABLE.get(request.verb)
+    if verb is None:
+        raise AgentFailure("usage", f"unknown verb {request.verb!r}", next_step=f"one of {', '.join(VERB_TABLE)}")
+    try:
+        args: Any = from_json(verb.args, request.args)
+    except protocol.ProtocolError as error:
+        raise AgentFailure("usage", "the request does not fit", where=request.verb, why=str(error)) from error
+    module, _, function = verb.target.partition(":")
+    call = getattr(importlib.import_module(f"fleetdump.agent.{module}"), function)
+    if not verb.mutates:
+        return call(args, ctx)
+    with host_lock(ctx), _audited(ctx):
+        return call(args, ctx)
+
+
+@contextlib.contextmanager
+def _audited(ctx: AgentContext) -> Iterator[None]:
+    started, clock = time.time(), time.monotonic()
+    ok = False
+    try:
+        yield
+        ok = True
+    finally:
+        # ``clean`` removes the audit log with everything else; a line must not bring the directory back.
+        if ctx.state.root.is_dir():
+            audit.record(ctx, ok=ok, started=started, seconds=time.monotonic() - clock)
+
+
+def _failed(error: AgentError) -> Dict[str, Any]:
+    return {"type": "result", "result": None, "error": to_json(error)}
+
+
+_CODE_OF_ERRNO = {
+    errno.ENOSPC: "disk_full",
+    errno.EDQUOT: "disk_full",
+    errno.EACCES: "permission",
+    errno.EPERM: "permission",
+    errno.EROFS: "permission",
+}
+_NEXT_STEP = {
+    "disk_full": "free space on that file system, then run the command again",
+    "permission": "check the owner and mode of that path, or use another user or state_dir",
+    "bug": "report this with the text above: it is a defect of fleetdump",
+}
+
+
+def _explain(error: Exception) -> AgentError:
+    """The error of a verb that did not foresee it: full disks and permissions by name, all else a ``bug``."""
+    if isinstance(error, OSError):
+        code = _CODE_OF_ERRNO.get(error.errno or 0)
+        if code:
+            where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+            return AgentError(code, error.strerror or str(error), where=where, next_step=_NEXT_STEP[code])
+    trace = traceback.format_exc().strip().splitlines()[-6:]
+    return AgentError("bug", f"{type(error).__name__}: {error}", why="\n".join(trace), next_step=_NEXT_STEP["bug"])

@@ -1,0 +1,425 @@
+"""Apply a patch to the installed engine, say what state it is in, and take the patch out again byte for byte."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+from fleetdump.agent import engine, patchrecord
+from fleetdump.agent.context import AgentContext
+from fleetdump.agent.engine import EngineFacts
+from fleetdump.agent.patchrecord import FOLDER, AddedFile, PatchedModule, PatchRecord
+from fleetdump.agent.protocol import (
+    AgentFailure,
+    Edit,
+    PatchArgs,
+    PatchResult,
+    PatchSpec,
+    PatchState,
+    RevertArgs,
+    RevertResult,
+    to_json,
+)
+
+MARKER = "fleetdump:"
+DIFF_LINES = 60
+_RUN_EDIT = "import sys; sys.path.insert(0, sys.argv[1]); from fleetdump.agent.edit import main; main()"
+
+
+@dataclass
+class _Change:
+    """One module's planned edit; ``original`` are the bytes without any patch of ours."""
+
+    module: str
+    path: Path
+    original: bytes
+    edited: bytes
+    verified: bool
+
+
+@dataclass
+class _Survey:
+    """What was found in one installation. ``foreign`` are files that somebody else changed, each with why we think
+    so and a diff; ``stale``: the package was reinstalled, so the record no longer describes it."""
+
+    state: PatchState
+    record: Optional[PatchRecord] = None
+    foreign: List[Tuple[str, str, str]] = field(default_factory=list)
+    stale: bool = False
+
+
+# --------------------------------------------------------------------------- verbs
+def patch(args: PatchArgs, ctx: AgentContext) -> PatchResult:
+    """Apply ``args.patch``, first taking out another patch of ours. Raises ``AgentFailure``: conflict for files that
+    somebody else changed, not_found for a missing engine or module, permission for a read-only package."""
+    facts = _facts(args.python, args.patch, timeout=_limit(ctx))
+    site = Path(facts.site)
+    if args.dry_run:
+        before = _survey(facts, args.patch)
+        changes = [] if _is_in(before, args.patch) else _plan(facts, args.patch, before, ctx)
+        return _result(args.patch, facts, before.state, before.state, changes, before.record)
+    _require_writable(facts)
+    with patchrecord.locked(site):
+        before = _survey(facts, args.patch)
+        if _is_in(before, args.patch):
+            return _result(args.patch, facts, before.state, before.state, [], before.record)
+        changes = _plan(facts, args.patch, before, ctx)
+        if before.record is not None:
+            _take_out(site, before)
+        record = _prepare(site, facts, args.patch, changes)
+        _put_in(site, record, changes, args.patch)
+        return _result(args.patch, facts, before.state, _survey(facts, args.patch).state, changes, record)
+
+
+def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
+    """Restore every file that a patch of ours changed; raises ``AgentFailure`` conflict when one was edited since."""
+    facts = _facts(args.python, timeout=_limit(ctx))
+    site = Path(facts.site)
+    clean = PatchState("clean")
+    if not (site / FOLDER).is_dir():
+        return RevertResult(False, clean, clean)
+    _require_writable(facts)
+    with patchrecord.locked(site):
+        before = _survey(facts)
+        if before.record is None:
+            return RevertResult(False, clean, clean)
+        _refuse_foreign(before)
+        verified = _take_out(site, before)
+        return RevertResult(True, before.state, clean, verified)
+
+
+def read_state(
+    python: str, spec: Optional[PatchSpec] = None, env: Optional[Mapping[str, str]] = None, timeout: float = 30.0
+) -> PatchState:
+    """State of the engine that ``python`` imports, changing nothing. With ``spec`` its modules are looked at too, and
+    ``ours`` means that very patch; without, ``ours`` is any patch of ours."""
+    try:
+        facts = _facts(python, spec, env, timeout)
+    except AgentFailure as failure:
+        if failure.error.code != "not_found":
+            raise
+        return PatchState("absent", detail=failure.error.what)
+    return _survey(facts, spec).state
+
+
+# --------------------------------------------------------------------------- what is there
+def _facts(
+    python: str, spec: Optional[PatchSpec] = None, env: Optional[Mapping[str, str]] = None, timeout: float = 30.0
+) -> EngineFacts:
+    """The engine, with the modules of ``spec`` and those that a record of ours names."""
+    wanted = _modules(spec) if spec else []
+    facts = engine.query(python, wanted, env=env, timeout=timeout)
+    record = patchrecord.load(Path(facts.site))
+    others = [m.module for m in record.modules if m.module not in wanted] if record else []
+    return engine.query(python, wanted + others, env=env, timeout=timeout) if others else facts
+
+
+def _survey(facts: EngineFacts, spec: Optional[PatchSpec] = None) -> _Survey:
+    record = patchrecord.load(Path(facts.site))
+    wanted = _modules(spec) if spec else []
+    if record is None:
+        survey = _Survey(PatchState("clean", files=sorted(facts.modules.values())))
+    else:
+        survey = _survey_record(facts, record, spec)
+    notes = [survey.state.detail] if survey.state.detail else []
+    known = {m.module for m in record.modules} if record and not survey.stale else set()
+    for module in wanted:
+        if module not in known:
+            _survey_unrecorded(facts, module, survey, notes)
+    survey.state.detail = "; ".join(notes)
+    if survey.foreign:
+        survey.state.state = "unknown"
+        survey.state.detail = "; ".join([*notes, *(f"{path}: {why}" for path, why, _ in survey.foreign)])
+    if wanted and not survey.foreign and not any(module in facts.modules for module in wanted):
+        survey.state = PatchState("absent", detail=f"{facts.name} has none of: {', '.join(wanted)}")
+    return survey
+
+
+def _survey_record(facts: EngineFacts, record: PatchRecord, spec: Optional[PatchSpec]) -> _Survey:
+    """Compare each recorded file with what we wrote, with the original, and with the wheel that is there now."""
+    site = Path(facts.site)
+    survey = _Survey(
+        PatchState(
+            "ours", record.patch, record.version, record.sha256, [str(site / m.original.path) for m in record.modules]
+        ),
+        record,
+    )
+    modules = [_compare(facts, record, module, survey) for module in record.modules]
+    files = []
+    for added in record.files:
+        data = patchrecord.read_bytes(site / added.path)
+        files.append("patched" if data is not None else "original")
+        if data is not None and patchrecord.sha256(data) != added.sha256:
+            survey.foreign.append((str(site / added.path), "it was changed after our patch", ""))
+    state = survey.state
+    if "reinstalled" in modules and "patched" not in modules:
+        survey.stale = True
+        state.state = "clean"
+        state.detail = f"{facts.name} was installed over our patch {record.patch} {record.version} of {record.release}"
+    elif set(modules + files) != {"patched"}:
+        state.state = "other"
+        state.detail = f"an interrupted change of patch {record.patch} {record.version}; patch or revert repairs it"
+    elif spec is not None and record.sha256 != spec.sha256:
+        state.state = "other"
+    return survey
+
+
+def _compare(facts: EngineFacts, record: PatchRecord, module: PatchedModule, survey: _Survey) -> str:
+    """What a recorded module is now: patched, original, reinstalled or foreign (then noted in ``survey``)."""
+    site = Path(facts.site)
+    path = site / module.original.path
+    data = patchrecord.read_bytes(path)
+    digest = patchrecord.sha256(data) if data is not None else "missing"
+    if digest == module.patched_sha256:
+        return "patched"
+    if digest == module.original.sha256:
+        return "original"
+    if digest == facts.recorded.get(module.module) or facts.release != record.release:
+        return "reinstalled"
+    wrote = patchrecord.read_bytes(site / FOLDER / module.patched_copy) or b""
+    why = "it was changed after our patch" if data is not None else "it is missing"
+    survey.foreign.append((str(path), why, _diff(str(path), wrote, data or b"")))
+    return "foreign"
+
+
+def _survey_unrecorded(facts: EngineFacts, module: str, survey: _Survey, notes: List[str]) -> None:
+    """A module that our record does not know must be as the wheel brought it."""
+    path = facts.modules.get(module)
+    if path is None:
+        notes.append(f"{facts.name} has no module {module}")
+        return
+    data = Path(path).read_bytes()
+    expected = facts.recorded.get(module)
+    if MARKER.encode() in data:
+        survey.foreign.append((path, "it holds lines of a fleetdump patch whose record is gone", ""))
+    elif expected is None:
+        notes.append(f"{module}: no wheel RECORD to compare with (editable install?), taken as it is")
+    elif patchrecord.sha256(data) != expected:
+        survey.foreign.append((path, "its SHA-256 differs from the one in the wheel's RECORD", ""))
+
+
+def _is_in(survey: _Survey, spec: PatchSpec) -> bool:
+    return survey.state.state == "ours" and survey.state.sha256 == spec.sha256
+
+
+def _refuse_foreign(survey: _Survey) -> None:
+    if not survey.foreign:
+        return
+    path, why, diff = survey.foreign[0]
+    others = f" (and {len(survey.foreign) - 1} more)" if len(survey.foreign) > 1 else ""
+    raise AgentFailure(
+        "conflict",
+        "a file of sglang was edited by somebody else; it was left alone",
+        where=path + others,
+        why=f"{why}\n{diff}" if diff else why,
+        next_step="undo that edit, or reinstall the same release (pip install --force-reinstall --no-deps"
+        " sglang==<release>), then try again",
+    )
+
+
+# --------------------------------------------------------------------------- planning
+def _plan(facts: EngineFacts, spec: PatchSpec, survey: _Survey, ctx: AgentContext) -> List[_Change]:
+    """Edit every module of the patch in memory; raises ``AgentFailure`` before anything on disk has changed."""
+    _refuse_foreign(survey)
+    _refuse_taken_names(facts, spec, survey)
+    if survey.state.state == "absent":
+        raise AgentFailure(
+            "not_found",
+            f"patch {spec.name} {spec.version} does not fit this release",
+            where=facts.package,
+            why=survey.state.detail,
+            next_step="use a release that the patch names, or a newer patch",
+        )
+    kept = {m.module: m for m in survey.record.modules} if survey.record and not survey.stale else {}
+    changes = []
+    for module, edits in _edits_by_module(spec).items():
+        if module in facts.modules:
+            path = Path(facts.modules[module])
+            held = kept.get(module)
+            original = path.read_bytes() if held is None else _kept_bytes(Path(facts.site), held)
+            changes.append(_edit(facts, spec, module, edits, original, ctx))
+    return changes
+
+
+def _edit(
+    facts: EngineFacts, spec: PatchSpec, module: str, edits: List[Edit], original: bytes, ctx: AgentContext
+) -> _Change:
+    """Have the server's own interpreter make and compile the edit."""
+    path = facts.modules[module]
+    request = {
+        "source": base64.b64encode(original).decode(),
+        "path": path,
+        "edits": to_json(edits),
+        "release": facts.release,
+        "marker": f"{MARKER}{spec.name}@{spec.version}",
+    }
+    arguments = ["-I", "-B", "-c", _RUN_EDIT, str(engine.bundle_root())]
+    answer = engine.run_json(facts.python, arguments, request, timeout=_limit(ctx))
+    if "refused" in answer:
+        raise AgentFailure(
+            "conflict",
+            f"patch {spec.name} {spec.version} does not fit {facts.name}",
+            where=path,
+            why=answer["refused"],
+            next_step="use a release that the patch names, or add an edit for this one to the patch",
+        )
+    return _Change(module, Path(path), original, base64.b64decode(answer["source"]), answer["verified"])
+
+
+def _refuse_taken_names(facts: EngineFacts, spec: PatchSpec, survey: _Survey) -> None:
+    ours = {f.path for f in survey.record.files} if survey.record else set()
+    for name, text in spec.files.items():
+        if name != os.path.basename(name) or not name.endswith(".py"):
+            raise AgentFailure("usage", f"a patch cannot add a file named {name!r}", next_step="use a plain name, x.py")
+        there = patchrecord.read_bytes(Path(facts.site) / name)
+        if there is not None and name not in ours and there != text.encode():
+            raise AgentFailure(
+                "conflict",
+                "the patch would overwrite a file that is not ours",
+                where=str(Path(facts.site) / name),
+                next_step="move that file away, or rename the patch's file",
+            )
+
+
+def _kept_bytes(site: Path, module: PatchedModule) -> bytes:
+    """The original of a patched module, from our copy; a damaged copy must never be put back."""
+    data = patchrecord.read_bytes(site / FOLDER / module.original.copy)
+    if data is None or patchrecord.sha256(data) != module.original.sha256:
+        raise AgentFailure(
+            "failed",
+            "our copy of the original file is missing or damaged",
+            where=str(site / FOLDER / module.original.copy),
+            next_step=f"reinstall sglang there (pip install --force-reinstall --no-deps), then remove {site / FOLDER}",
+        )
+    return data
+
+
+# --------------------------------------------------------------------------- changing files
+def _prepare(site: Path, facts: EngineFacts, spec: PatchSpec, changes: Sequence[_Change]) -> PatchRecord:
+    """Keep all originals and write the record, durably; no file of the package has changed yet."""
+    modules = []
+    for number, change in enumerate(changes):
+        original = patchrecord.keep(site, change.path, f"{number}.original")
+        patched = patchrecord.sha256(change.edited)
+        patchrecord.write_durable(site / FOLDER / f"{number}.patched", change.edited)
+        bytecode = [
+            patchrecord.keep(site, path, f"{number}.{index}.pyc")
+            for index, path in enumerate(patchrecord.bytecode_of(change.path))
+        ]
+        modules.append(PatchedModule(change.module, original, patched, f"{number}.patched", bytecode))
+    record = PatchRecord(
+        patch=spec.name,
+        version=spec.version,
+        sha256=spec.sha256,
+        release=facts.release,
+        verified=all(c.verified for c in changes),
+        modules=modules,
+        files=[AddedFile(name, patchrecord.sha256(text.encode())) for name, text in sorted(spec.files.items())],
+        applied_at=time.time(),
+    )
+    patchrecord.save(site, record)
+    return record
+
+
+def _put_in(site: Path, record: PatchRecord, changes: Sequence[_Change], spec: PatchSpec) -> None:
+    # The patch's own files first: an edited module that cannot import its tap would break the engine.
+    for name, text in spec.files.items():
+        patchrecord.replace(site / name, text.encode())
+    for module, change in zip(record.modules, changes):
+        patchrecord.replace(change.path, change.edited, module.original)
+        _drop_bytecode(change.path)
+
+
+def _take_out(site: Path, survey: _Survey) -> List[str]:
+    """Undo what the record says, modules first; returns the files that were verified to be the originals."""
+    record = survey.record
+    if record is None:
+        return []
+    verified: List[str] = []
+    if not survey.stale:
+        for module in record.modules:
+            _kept_bytes(site, module)
+        verified = [_restore_module(site, module) for module in record.modules]
+    for added in record.files:
+        path = site / added.path
+        patchrecord.remove_temporary(path)
+        patchrecord.remove(path)
+        _drop_bytecode(path)
+    patchrecord.forget(site)
+    return verified
+
+
+def _restore_module(site: Path, module: PatchedModule) -> str:
+    path = site / module.original.path
+    patchrecord.remove_temporary(path)
+    _drop_bytecode(path)
+    patchrecord.restore(site, module.original)
+    for compiled in module.bytecode:
+        patchrecord.remove_temporary(site / compiled.path)
+        patchrecord.restore(site, compiled)
+    if patchrecord.sha256(path.read_bytes()) != module.original.sha256:
+        raise AgentFailure("failed", "the restored file is not the original", where=str(path))
+    return str(path)
+
+
+def _drop_bytecode(path: Path) -> None:
+    """Cached bytecode of ``path`` may be of the kind that Python never checks against its source."""
+    for compiled in patchrecord.bytecode_of(path):
+        patchrecord.remove(compiled)
+
+
+# --------------------------------------------------------------------------- small things
+def _edits_by_module(spec: PatchSpec) -> Dict[str, List[Edit]]:
+    grouped: Dict[str, List[Edit]] = {}
+    for edit in spec.edits:
+        grouped.setdefault(edit.module, []).append(edit)
+    return grouped
+
+
+def _modules(spec: PatchSpec) -> List[str]:
+    return list(_edits_by_module(spec))
+
+
+def _limit(ctx: AgentContext) -> float:
+    """Seconds that one question to the server's interpreter may take."""
+    return max(1.0, min(30.0, ctx.remaining()))
+
+
+def _require_writable(facts: EngineFacts) -> None:
+    for folder in [facts.site, *(os.path.dirname(path) for path in facts.modules.values())]:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise AgentFailure(
+                "permission",
+                "the installed package cannot be changed",
+                where=folder,
+                why="no write permission, or a read-only file system",
+                next_step="run as the owner of that folder, or install sglang into an environment that you may write",
+            )
+
+
+def _diff(path: str, old: bytes, new: bytes) -> str:
+    """A unified diff, cut after ``DIFF_LINES`` lines."""
+    before, after = (data.decode("utf-8", "replace").splitlines() for data in (old, new))
+    lines = list(difflib.unified_diff(before, after, path, path, n=2, lineterm=""))
+    more = [f"… {len(lines) - DIFF_LINES} more lines"] if len(lines) > DIFF_LINES else []
+    return "\n".join(lines[:DIFF_LINES] + more)
+
+
+def _result(
+    spec: PatchSpec,
+    facts: EngineFacts,
+    before: PatchState,
+    after: PatchState,
+    changes: Sequence[_Change],
+    record: Optional[PatchRecord],
+) -> PatchResult:
+    diffs = [_diff(str(c.path), c.original, c.edited) for c in changes]
+    if changes:
+        diffs += [f"new file {Path(facts.site) / name} ({len(text)} characters)" for name, text in spec.files.items()]
+    verified = all(c.verified for c in changes) if changes else bool(record and record.verified)
+    return PatchResult(before, after, before is not after, facts.name, verified, "\n".join(diffs))

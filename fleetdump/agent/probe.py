@@ -1,0 +1,70 @@
+"""``check``: would this host serve, capture and be diagnosed? Reads only; every question has its own time limit."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import partial
+from typing import Callable, List, NamedTuple
+
+from fleetdump.agent import checks
+from fleetdump.agent.checks import Checked
+from fleetdump.agent.context import AgentContext, machine_id
+from fleetdump.agent.probes.bounded import Probes
+from fleetdump.agent.protocol import Finding, ProbeArgs, ProbeResult
+from fleetdump.agent.server import load_records, server_state
+
+
+class Question(NamedTuple):
+    """One check and the seconds that it may take."""
+
+    key: str
+    seconds: float
+    ask: Callable[[], Checked]
+
+
+def probe(args: ProbeArgs, ctx: AgentContext) -> ProbeResult:
+    """Facts and findings of this host; a question without an answer is a warning, never an error."""
+    result = ProbeResult(os.uname().nodename, machine_id(), platform.python_version(), [], cpus=os.cpu_count() or 0)
+    result.findings.append(Finding("agent", "ok", f"agent runs on Python {result.agent_python}, {result.cpus} CPUs"))
+    for checked in ask_all(questions_for(args, ctx), ctx):
+        result.findings += checked.findings
+        for name, value in checked.facts.items():
+            setattr(result, name, value)
+    result.servers = [server_state(record) for record in load_records(ctx.state)]
+    return result
+
+
+def questions_for(args: ProbeArgs, ctx: AgentContext) -> List[Question]:
+    """All checks that apply to ``args``, in the order in which people read them."""
+    pythons = list(dict.fromkeys(server.python for server in args.servers))
+    questions = [Question("engine", 60.0, partial(checks.check_engine, p, args.patch, ctx)) for p in pythons]
+    for number, server in enumerate(args.servers):
+        layers = args.layers if number == 0 else []
+        questions.append(Question("model", 20.0, partial(checks.check_model, server, layers)))
+        questions.append(Question("port", 10.0, partial(checks.check_port, server, ctx.state)))
+        questions.append(Question("proxy", 5.0, partial(checks.check_proxy, server)))
+    if args.capture_dir:
+        questions.append(Question("disk", 10.0, partial(checks.check_disk, args.capture_dir, args.need_bytes)))
+    questions.append(Question("memory", 5.0, checks.check_memory))
+    questions.append(Question("shm", 5.0, partial(checks.check_shm, args.servers)))
+    questions.append(Question("gpus", 15.0, partial(checks.check_gpus, args.servers)))
+    questions.append(Question("tools", 5.0, partial(checks.check_tools, pythons)))
+    questions.append(Question("ptrace", 5.0, checks.check_ptrace))
+    questions.append(Question("nofile", 5.0, checks.check_nofile))
+    return questions
+
+
+def ask_all(questions: List[Question], ctx: AgentContext) -> List[Checked]:
+    """Ask all at once; what does not answer in time, or fails, becomes a warning."""
+    probes = Probes()
+    most = max(1.0, ctx.remaining() - 2.0)
+    pending = [(q.key, probes.start(q.key, q.ask, Checked([]), min(q.seconds, most))) for q in questions]
+    answers = []
+    for key, started in pending:
+        checked = probes.result(started)
+        record = probes.records[-1]
+        if not record.ok:
+            checked = Checked([Finding(key, "warning", f"{key} could not be checked: {record.detail}")])
+        answers.append(checked)
+    return answers

@@ -1,0 +1,109 @@
+"""The server's log at two moments: what it says, and whether it says anything new."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Dict, List
+
+from fleetdump.agent import logmarks
+from fleetdump.agent.evidence_types import LogFacts, RankMarks
+from fleetdump.agent.probes.scrub import scrub
+
+READ_LIMIT = 64 << 20
+"""Of a longer log the beginning (marks of the start) and the end are read, half of this each."""
+PROXY = re.compile(
+    r"Response \[(?:403|407|50[234])\]|ProxyError|Tunnel connection failed|Proxy Authentication Required"
+)
+_TP = re.compile(r"TP(?P<rank>\d+)")
+
+
+class LogReader:
+    """Reads one log twice. A log that is not there gives ``LogFacts(exists=False)``."""
+
+    def __init__(self, path: str, ranks: int) -> None:
+        self._path = path
+        self._parser = logmarks.LogParser(ranks=ranks)
+        self._position = 0
+        self._proxy_line = ""
+        self._first = (0, 0, 0)
+
+    def first(self) -> None:
+        """Read what is there now."""
+        self._read()
+        marks = self._parser.marks
+        self._first = (self._position, marks.news, marks.forwards)
+
+    def second(self) -> LogFacts:
+        """Read what has come since, and say what the log says."""
+        self._read()
+        if not self._path or not os.path.exists(self._path):
+            return LogFacts(self._path)
+        marks, stat = self._parser.marks, os.stat(self._path)
+        position, news, forwards = self._first
+        troubles: Dict[str, str] = {name: scrub(line) for name, line in marks.troubles.items()}
+        if self._proxy_line:
+            troubles["proxy_refused"] = scrub(self._proxy_line)
+        crash = marks.crashed if marks.crashed and marks.crashed.kind in ("exception", "warmup") else None
+        return LogFacts(
+            path=self._path,
+            exists=True,
+            bytes=stat.st_size,
+            lines=marks.lines,
+            growth=self._position - position,
+            news=marks.news - news,
+            forwards=marks.forwards - forwards,
+            quiet_seconds=round(max(0.0, time.time() - stat.st_mtime), 1),
+            phase=marks.phase,
+            ready=marks.ready,
+            server_marks=list(marks.server_markers),
+            ranks=[_rank_marks(rank) for _, rank in sorted(marks.ranks.items())],
+            crash=scrub(crash.reason) if crash else "",
+            crash_label=crash.rank if crash else "",
+            troubles=troubles,
+            repeated=marks.repeated,
+            repeated_line=scrub(marks.repeated_line),
+            running_requests=marks.running_requests,
+            tail=[scrub(line) for line in marks.tail],
+            unterminated=not self._ends_with_newline(),
+        )
+
+    def _read(self) -> None:
+        try:
+            with open(self._path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size - self._position > READ_LIMIT:
+                    file.seek(self._position)
+                    self._feed(file.read(READ_LIMIT // 2))
+                    self._position = size - READ_LIMIT // 2
+                file.seek(self._position)
+                data = file.read(READ_LIMIT)
+        except OSError:
+            return
+        self._feed(data)
+        self._position += len(data)
+
+    def _feed(self, data: bytes) -> None:
+        self._parser.feed(data)
+        if not self._proxy_line:
+            line = next((line for line in _lines(data) if PROXY.search(line)), "")
+            self._proxy_line = line.strip()[:500]
+
+    def _ends_with_newline(self) -> bool:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(max(0, self._position - 1))
+                return file.read(1) in (b"", b"\n")
+        except OSError:
+            return True
+
+
+def _lines(data: bytes) -> List[str]:
+    return data.decode("utf-8", "replace").splitlines()
+
+
+def _rank_marks(marks: logmarks.RankMarks) -> RankMarks:
+    match = _TP.search(marks.rank)
+    rank = int(match["rank"]) if match else 0
+    return RankMarks(marks.rank, rank, marks.phase, list(marks.markers)[-40:], scrub(marks.last_line))

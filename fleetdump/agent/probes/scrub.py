@@ -1,0 +1,47 @@
+"""Secrets taken out of command lines, log lines and proxy addresses before they are stored or shown."""
+
+from __future__ import annotations
+
+import re
+from typing import List
+
+HIDDEN = "***"
+
+_NAME = r"[\w-]*(?:api[_-]?key|secret|password|passwd|access[_-]?token|auth[_-]?token|hf[_-]?token|admin[_-]?key)[\w-]*"
+_SECRET_OPTION = re.compile(rf"--{_NAME}\Z", re.IGNORECASE)
+_ASSIGNED = re.compile(rf"(?P<name>{_NAME})(?P<mark>['\"]?\s*[=:]\s*|\s+)(?P<quote>['\"]?)(?!None\b)[^\s'\",)&]+", re.I)
+_OPTION_VALUE = re.compile(rf"(?P<name>--{_NAME})[ =]+(?P<quote>['\"]?)[^\s'\"]+", re.IGNORECASE)
+_BEARER = re.compile(r"(?P<name>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE)
+_TOKEN = re.compile(r"\b(?:hf_[A-Za-z0-9]{10,}|sk-[A-Za-z0-9_-]{10,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})")
+_USERINFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^/\s@'\"]+@", re.IGNORECASE)
+_ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?(?:[^@/\s]*@)?(?P<address>\[[0-9a-f:]+\](?::\d+)?|[^/@\s?#]+)", re.I)
+
+
+def scrub(text: str) -> str:
+    """``text`` without API keys, tokens, passwords and credentials in addresses."""
+    text = _USERINFO.sub(rf"\g<scheme>{HIDDEN}@", text)
+    text = _OPTION_VALUE.sub(rf"\g<name> \g<quote>{HIDDEN}", text)
+    text = _ASSIGNED.sub(_hide_assigned, text)
+    text = _BEARER.sub(rf"\g<name>{HIDDEN}", text)
+    return _TOKEN.sub(HIDDEN, text)
+
+
+def scrub_argv(argv: List[str]) -> str:
+    """A command line for display, with the values of secret options hidden."""
+    words, hide = [], False
+    for word in argv:
+        words.append(HIDDEN if hide else scrub(word.strip()))
+        hide = bool(_SECRET_OPTION.match(word))
+    return " ".join(words)
+
+
+def proxy_address(value: str) -> str:
+    """``host:port`` of a proxy variable, without scheme, credentials and path."""
+    match = _ADDRESS.match(value.strip())
+    return match["address"] if match else ""
+
+
+def _hide_assigned(match: re.Match[str]) -> str:
+    if match["mark"].isspace():  # plain prose ("the api key is …") has no value to hide; options were done before
+        return match[0]
+    return f"{match['name']}{match['mark']}{match['quote']}{HIDDEN}"

@@ -1,0 +1,65 @@
+"""Python stacks of the main threads by py-spy, folded over the ranks: the odd one out holds the cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import Any, Dict, List
+
+from fleetdump.agent.evidence_types import ProcessFacts, Stack, StackGroup
+from fleetdump.agent.probes.bounded import ProbeFailed, run_command
+
+LIMIT = 6.0
+FRAMES = 24
+GROUP_FRAMES = 6
+
+
+def find_py_spy(python: str) -> str:
+    """py-spy beside the server's interpreter, or on the PATH. Raises ``ProbeFailed`` when there is none."""
+    beside = os.path.join(os.path.dirname(python), "py-spy") if python else ""
+    found = beside if beside and os.access(beside, os.X_OK) else shutil.which("py-spy")
+    if not found:
+        raise ProbeFailed("py-spy not found beside the server's interpreter, nor on the PATH")
+    return found
+
+
+def main_stack(process: ProcessFacts, py_spy: str) -> Stack:
+    """The main thread's frames: first without stopping the process, then, if that read failed, with a short stop.
+
+    Raises ``ProbeFailed`` when py-spy may not attach, or another tracer is attached.
+    """
+    if process.tracer_pid:
+        raise ProbeFailed(f"process {process.pid} is already traced by {process.tracer_pid}")
+    arguments = [py_spy, "dump", "--json", "--pid", str(process.pid)]
+    output = run_command([*arguments, "--nonblocking"], LIMIT)
+    if output.status and process.state not in "TtD":
+        output = run_command(arguments, LIMIT)
+    if output.status:
+        raise ProbeFailed((output.stderr.strip().splitlines() or ["py-spy failed"])[0][:200])
+    return parse_stack(process, json.loads(output.stdout))
+
+
+def parse_stack(process: ProcessFacts, threads: List[Dict[str, Any]]) -> Stack:
+    """The main thread of py-spy's JSON."""
+    main = next(
+        (t for t in threads if t.get("os_thread_id") == process.pid or t.get("thread_name") == "MainThread"), None
+    )
+    if main is None:
+        raise ProbeFailed("py-spy shows no main thread")
+    state = ("active" if main["active"] else "idle") + ("+gil" if main["owns_gil"] else "")
+    frames = [f"{f['name']} ({f.get('short_filename') or f['filename']}:{f['line']})" for f in main["frames"]]
+    return Stack(process.pid, process.role, process.label, state, frames[:FRAMES])
+
+
+def group(stacks: List[Stack]) -> List[StackGroup]:
+    """Ranks by their innermost frames, the largest group first; smaller groups are marked as the minority."""
+    groups: Dict[str, StackGroup] = {}
+    for stack in stacks:
+        if stack.role == "scheduler":
+            frames = stack.frames[:GROUP_FRAMES]
+            groups.setdefault("\n".join(frames), StackGroup(frames, [])).ranks.append(stack.label)
+    ordered = sorted(groups.values(), key=lambda g: -len(g.ranks))
+    for one in ordered[1:]:
+        one.minority = len(one.ranks) < len(ordered[0].ranks)
+    return ordered

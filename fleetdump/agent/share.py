@@ -1,0 +1,212 @@
+"""The files of one server's share of a run, ``runs/<run>/<server>/`` (docs/formats.md), and how to read them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Tuple
+
+from fleetdump.agent.context import State
+from fleetdump.agent.detach import alive, start_time
+from fleetdump.agent.formats import RUN_NAME, SERVER_NAME, AttemptLine
+from fleetdump.agent.jsonl import decode_record, read_lines, write_json
+from fleetdump.agent.protocol import CaptureSpec, RunProgress, from_json
+from fleetdump.agent.schedule import Sample
+
+FINISHED = ("done", "failed")
+"""States of a share in which no driver is needed."""
+
+
+@dataclass
+class ShareSpec:
+    """``share.json``: what was submitted. ``rows`` counts the lines of rows.jsonl."""
+
+    run: str
+    server: str
+    share_sha256: str
+    rows: int
+    capture: CaptureSpec
+    max_tokens: int
+    token_budget: int
+    max_attempts: int
+    engine: str
+    patch_sha256: str
+    model_sha256: str
+    submitted_at: float
+    v: int = 1
+
+    @property
+    def directory(self) -> Path:
+        """Where the taps of this host write the run."""
+        return Path(os.path.expanduser(self.capture.dir)) / self.run
+
+
+@dataclass
+class DriverRecord:
+    """``driver.json``: the process that works on the share (or did)."""
+
+    pid: int
+    start_time: int
+    started_at: float
+    v: int = 1
+
+
+@dataclass
+class WorkHead:
+    """What the driver needs of the first line of work.jsonl."""
+
+    template_sha256: str
+    samples: int
+    tokens: int
+    notes: List[str]
+
+
+class Share:
+    """Paths and readers of one share."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.run = root.parent.name
+        self.server = root.name
+
+    @classmethod
+    def of(cls, state: State, run: str, server: str) -> Share:
+        """The share of ``server`` in ``run``; its directory is not created."""
+        return cls(state.root / "runs" / run / server)
+
+    @property
+    def rows(self) -> Path:
+        return self.root / "rows.jsonl"
+
+    @property
+    def work(self) -> Path:
+        return self.root / "work.jsonl"
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "manifest.jsonl"
+
+    @property
+    def rejected(self) -> Path:
+        return self.root / "rejected.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "driver.log"
+
+    def spec(self) -> Optional[ShareSpec]:
+        """What was submitted, None when nothing was (or the submit did not end)."""
+        data = _read_json(self.root / "share.json")
+        return None if data is None else from_json(ShareSpec, data, "share.json")
+
+    def save_spec(self, spec: ShareSpec) -> None:
+        write_json(self.root / "share.json", spec)
+
+    def save_progress(self, progress: RunProgress) -> None:
+        """Atomic but not fsynced: it is rewritten every second and recomputed after a crash."""
+        temporary = self.root / ".progress.json.tmp"
+        temporary.write_text(json.dumps(progress.__dict__))
+        os.replace(temporary, self.root / "progress.json")
+
+    def progress(self) -> RunProgress:
+        """The share's state as it is now: the driver's last word, and whether the driver lives."""
+        data = _read_json(self.root / "progress.json")
+        fresh = RunProgress(self.run, self.server, "tokenising")
+        progress = from_json(RunProgress, data, "progress.json") if data else fresh
+        progress.driver_alive = self.driver_alive()
+        if not progress.driver_alive and progress.state not in FINISHED:
+            progress.state = "stopped"
+            progress.tokens_per_second = progress.eta_seconds = 0.0
+            progress.in_flight = 0
+        return progress
+
+    # ------------------------------------------------------------------ the one driver
+    def claim(self) -> Optional[BinaryIO]:
+        """Become this share's driver: an exclusive lock that the kernel drops when the process ends, however it ends.
+        None when another process has it. Keep the returned file open."""
+        lock = open(self.root / "driver.lock", "ab")  # noqa: SIM115 (outlives this call)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return None
+        pid = os.getpid()
+        write_json(self.root / "driver.json", DriverRecord(pid, start_time(pid) or 0, time.time()))
+        return lock
+
+    def driver(self) -> Optional[DriverRecord]:
+        """The latest driver, alive or not."""
+        data = _read_json(self.root / "driver.json")
+        return None if data is None else from_json(DriverRecord, data, "driver.json")
+
+    def driver_alive(self) -> bool:
+        driver = self.driver()
+        return driver is not None and alive(driver.pid, driver.start_time)
+
+    # ------------------------------------------------------------------ work
+    def work_head(self) -> WorkHead:
+        """The first line of work.jsonl, with what a person should know about the masks in words."""
+        with open(self.work, "rb") as file:
+            head = json.loads(file.readline())
+        return WorkHead(head["template_sha256"], head["samples"], head["tokens"], _notes(head))
+
+    def scan_work(self) -> Iterator[Tuple[Optional[Sample], Dict[str, Any]]]:
+        """Each line of work.jsonl: a sample (without its ids, which ``read_sample`` fetches), or None and the line of
+        a row that the tokeniser refused."""
+        with open(self.work, "rb") as file:
+            offset = len(file.readline())
+            for line in file:
+                data = json.loads(line)
+                if "reason" in data:
+                    yield None, data
+                else:
+                    yield Sample(data["id"], len(data["ids"]), offset), data
+                offset += len(line)
+
+    def read_sample(self, sample: Sample) -> Tuple[List[int], List[int]]:
+        """Ids and mask of ``sample``."""
+        with open(self.work, "rb") as file:
+            file.seek(sample.offset)
+            data = json.loads(file.readline())
+        return data["ids"], data["mask"]
+
+    def read_attempts(self) -> List[AttemptLine]:
+        """All attempts so far, in order."""
+        lines, _ = read_lines(self.attempts)
+        return [decode_record(AttemptLine, line, str(self.attempts)) for line in lines]
+
+
+def shares_of(state: State, run: str) -> List[Share]:
+    """The complete shares of ``run`` on this host, by server."""
+    root = state.root / "runs" / run
+    return [Share(path.parent) for path in sorted(root.glob("*/share.json"))]
+
+
+def valid_names(run: str, server: str) -> bool:
+    """Whether both may become folder names."""
+    return bool(RUN_NAME.match(run)) and ".." not in run and bool(SERVER_NAME.match(server))
+
+
+def _read_json(path: Path) -> Optional[Dict[str, Any]]:
+    with suppress(FileNotFoundError):
+        data: Dict[str, Any] = json.loads(path.read_bytes())
+        return data
+    return None
+
+
+def _notes(head: Dict[str, Any]) -> List[str]:
+    notes = [f"supervised: {span!r}" for span in head["spans"]]
+    if head["unsupervised_samples"]:
+        notes.append(f"warning: {head['unsupervised_samples']} samples have no supervised token")
+    if head["all_supervised_samples"]:
+        notes.append(f"warning: in {head['all_supervised_samples']} conversations every token is supervised")
+    return notes

@@ -1,0 +1,138 @@
+"""What of ours is on this host, and the servers' logs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import BinaryIO, Iterator, List
+
+from fleetdump.agent import patching
+from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.probes.scrub import scrub
+from fleetdump.agent.protocol import (
+    AgentFailure,
+    LogsArgs,
+    LogsResult,
+    RunProgress,
+    StatusArgs,
+    StatusResult,
+)
+from fleetdump.agent.server import load_records, server_state
+from fleetdump.agent.share import shares_of
+
+BLOCK = 1 << 20
+POLL = 0.2
+
+
+# --------------------------------------------------------------------------- status
+def status(args: StatusArgs, ctx: AgentContext) -> StatusResult:
+    """Servers, runs and, with ``args.python``, the patch of that engine. Changes nothing, makes no directory."""
+    return StatusResult(
+        hostname=os.uname().nodename,
+        servers=[server_state(record) for record in load_records(ctx.state)],
+        shares=progress_of_all(ctx.state),
+        patch=patching.read_state(args.python, timeout=max(1.0, min(30.0, ctx.remaining()))) if args.python else None,
+        state_bytes=tree_bytes(ctx.state.root),
+    )
+
+
+def progress_of_all(state: State) -> List[RunProgress]:
+    """Progress of every share on this host, by run and server."""
+    runs = sorted(path.name for path in (state.root / "runs").glob("*") if path.is_dir())
+    return [share.progress() for run in runs for share in shares_of(state, run)]
+
+
+def tree_bytes(root: Path) -> int:
+    """Bytes of all files below ``root``; links are not followed."""
+    total = 0
+    for folder, _, names in os.walk(str(root)):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
+# --------------------------------------------------------------------------- logs
+def logs(args: LogsArgs, ctx: AgentContext) -> LogsResult:
+    """The log's last lines, secrets hidden; with ``follow`` they and every new line come as ``log`` events, across
+    restarts of the server, until the deadline."""
+    path = ctx.state.root / "servers" / args.server / "server.log"
+    try:
+        log = open(str(path), "rb")  # noqa: SIM115 (follow changes files)
+    except FileNotFoundError:
+        known = ", ".join(r.name for r in load_records(ctx.state)) or "none"
+        raise AgentFailure(
+            "not_found",
+            f"server {args.server} has no log here",
+            where=str(path),
+            why=f"servers of ours on this host: {known}",
+            next_step="launch it with `fleetdump deploy`, or name another server",
+        ) from None
+    with log:
+        total = count_lines(log)
+        lines = [scrub(line) for line in tail(log, args.lines)]
+    if not args.follow:
+        return LogsResult(str(path), total, lines)
+    for line in lines:
+        ctx.emit("log", server=args.server, line=line)
+    for line in follow(path, ctx):
+        total += 1
+        ctx.emit("log", server=args.server, line=scrub(line))
+    return LogsResult(str(path), total)
+
+
+def count_lines(log: BinaryIO) -> int:
+    """Number of lines; a last one without its newline counts."""
+    log.seek(0)
+    count, last = 0, b"\n"
+    for block in iter(lambda: log.read(BLOCK), b""):
+        count += block.count(b"\n")
+        last = block[-1:]
+    return count + (last != b"\n")
+
+
+def tail(log: BinaryIO, lines: int) -> List[str]:
+    """The last ``lines`` lines, reading from the end only as far as needed."""
+    if lines <= 0:
+        return []
+    start = log.seek(0, os.SEEK_END)
+    data = b""
+    while start > 0 and data.count(b"\n") <= lines:
+        size = min(start, BLOCK)
+        start -= size
+        log.seek(start)
+        data = log.read(size) + data
+    return [line.decode("utf-8", "replace") for line in data.splitlines()[-lines:]]
+
+
+def follow(path: Path, ctx: AgentContext) -> Iterator[str]:
+    """Lines that are appended from now on, until the deadline. When the log is rotated, the rest of the old file comes
+    first, then the new one from its start."""
+    log = open(str(path), "rb")  # noqa: SIM115 (changes with each rotation)
+    log.seek(0, os.SEEK_END)
+    rest = b""
+    try:
+        while ctx.remaining() > 1.0:
+            data = log.read(BLOCK)
+            if data:
+                *whole, rest = (rest + data).split(b"\n")
+                yield from (line.decode("utf-8", "replace") for line in whole)
+            elif _is_other_file(log, path):
+                if rest:
+                    yield rest.decode("utf-8", "replace")
+                log.close()
+                log, rest = open(str(path), "rb"), b""  # noqa: SIM115
+            else:
+                time.sleep(POLL)
+    finally:
+        log.close()
+
+
+def _is_other_file(log: BinaryIO, path: Path) -> bool:
+    try:
+        there = os.stat(str(path))
+    except FileNotFoundError:
+        return False
+    return not os.path.samestat(os.fstat(log.fileno()), there)

@@ -1,0 +1,370 @@
+"""Follow a server until it is ready, stalled or dead (verb ``watch``).
+
+A watch may begin at any time after the launch: it reads the log from its start and takes times from the log's stamps.
+What it decides is in pure functions: ``judge`` here, ``progress`` for the stall.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Set, Tuple
+
+from fleetdump.agent import detach, engine, healthy, procfs
+from fleetdump.agent.context import AgentContext
+from fleetdump.agent.evidence_types import Target, WatchFacts
+from fleetdump.agent.formats import FORMAT_VERSION
+from fleetdump.agent.jsonl import append_lines, open_journal
+from fleetdump.agent.logmarks import LogMarks, LogParser
+from fleetdump.agent.probes import gpu, net
+from fleetdump.agent.probes.bounded import ProbeFailed, run_command
+from fleetdump.agent.probes.scrub import scrub
+from fleetdump.agent.progress import Assessment, ProgressTracker, Sample
+from fleetdump.agent.protocol import AgentFailure, HealthyProfile, WatchArgs, WatchResult
+from fleetdump.agent.server import ServerRecord, load_record, save_record
+
+SETTLE_SECONDS = 2.0
+"""Between the first sign of a death and its report: time for the traceback to reach the log."""
+MARK_SECONDS = 5.0
+"""Between the ready line and the verdict ``no_mark``: time for the other ranks' lines to reach the log."""
+HTTP_SECONDS = 3.0
+GPU_INTERVAL = 5.0
+EVIDENCE_SECONDS = 5.0
+CLOSING_SECONDS = 2.0
+"""Kept of the call's deadline for the answer."""
+CHUNK = 1 << 20
+MEMBERS = ("scheduler", "detokenizer", "data_parallel_controller")
+
+
+@dataclass
+class Situation:
+    """What one look at the server showed, as ``judge`` needs it. ``lost``: members of the server that were there and
+    are gone, in words. ``since_death``, ``since_ready``: seconds since the first sign of either."""
+
+    marks: LogMarks
+    launcher_alive: bool
+    lost: List[str] = field(default_factory=list)
+    since_death: float = 0.0
+    since_ready: float = 0.0
+    answers: bool = False
+
+
+def watch(args: WatchArgs, ctx: AgentContext) -> WatchResult:
+    """Watch server ``args.server``; raises ``AgentFailure`` not_found when it was never launched."""
+    record = load_record(ctx.state, args.server)
+    if record is None:
+        raise AgentFailure(
+            "not_found",
+            f"server {args.server} was never launched on this host",
+            where=str(ctx.state.root / "servers"),
+            next_step="run `fleetdump deploy`",
+        )
+    return Watcher(args, ctx, record).run()
+
+
+def judge(args: WatchArgs, now: Situation) -> Optional[Tuple[str, str]]:
+    """Outcome and its explanation, or None while the server is on its way (a stall is judged by ``progress``)."""
+    marks = now.marks
+    wrong = {rank: name for rank, name in marks.classes.items() if args.expect_class and name != args.expect_class}
+    if wrong:
+        return "wrong_model", _wrong_model(args.expect_class, wrong, marks)
+    if marks.crashed or now.lost or not now.launcher_alive:
+        return ("died", _death(now)) if now.since_death >= SETTLE_SECONDS else None
+    if not (marks.ready and now.answers):
+        return None
+    missing = _without_mark(args, marks)
+    if not missing:
+        return "ready", ""
+    if now.since_ready < MARK_SECONDS:
+        return None
+    return "no_mark", f"the server is ready, but {missing} of {args.ranks} ranks never logged the patch's mark"
+
+
+def _wrong_model(expected: str, wrong: Dict[str, str], marks: LogMarks) -> str:
+    loaded = ", ".join(f"{rank} loaded {name}" for rank, name in wrong.items())
+    reasons = sorted({why for module, why in marks.ignored_imports.items() if ".models." in module})
+    hint = f"; imports of model files that failed: {'; '.join(reasons[:3])}" if marks.fallbacks and reasons else ""
+    return f"expected {expected}, but {loaded}{hint}"
+
+
+def _without_mark(args: WatchArgs, marks: LogMarks) -> int:
+    return max(0, args.ranks - len(marks.marked)) if args.mark else 0
+
+
+def _death(now: Situation) -> str:
+    crash, parts = now.marks.crashed, []
+    if crash and crash.kind in ("exception", "child_exception", "child_death", "warmup"):
+        parts.append(f"{crash.rank}: {crash.reason}" if crash.rank else crash.reason)
+    if now.lost:
+        parts.append(f"gone: {', '.join(now.lost)}")
+    if not now.launcher_alive:
+        parts.append("the launcher is gone")
+    if now.marks.last_error and not (crash and crash.reason == now.marks.last_error):
+        parts.append(f"last error in the log: {now.marks.last_error}")
+    parts += [f"the log says: {line}" for line in now.marks.troubles.values()]
+    return "; ".join(parts) or (crash.reason if crash else "")
+
+
+class LogFollower:
+    """Reads a log as it grows; one that was truncated or replaced is read from its start again."""
+
+    def __init__(self, path: str, mark: str, ranks: int) -> None:
+        self._path, self._mark, self._ranks = path, mark, ranks
+        self._parser = LogParser(mark, ranks)
+        self._inode = 0
+        self._offset = 0
+
+    @property
+    def marks(self) -> LogMarks:
+        return self._parser.marks
+
+    def read(self) -> LogMarks:
+        """Read what has come since; a log that is not there (yet) has no marks."""
+        try:
+            with open(self._path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._offset:
+                    self._parser = LogParser(self._mark, self._ranks)
+                    self._inode, self._offset = stat.st_ino, 0
+                file.seek(self._offset)
+                for data in iter(lambda: file.read(CHUNK), b""):
+                    self._parser.feed(data)
+                    self._offset += len(data)
+        except FileNotFoundError:
+            pass
+        return self.marks
+
+
+class GpuMemory:
+    """Memory in use on all GPUs, asked for now and then in a thread, since nvidia-smi itself can hang."""
+
+    def __init__(self) -> None:
+        self._used: Optional[int] = None
+        self._next = 0.0
+        self._thread: Optional[threading.Thread] = None
+        self._failed = False
+
+    def latest(self) -> Optional[int]:
+        """Bytes at the last answer; None without GPUs, or once nvidia-smi has failed."""
+        idle = self._thread is None or not self._thread.is_alive()
+        if idle and not self._failed and time.monotonic() >= self._next:
+            self._next = time.monotonic() + GPU_INTERVAL
+            self._thread = threading.Thread(target=self._ask, name="gpu-memory", daemon=True)
+            self._thread.start()
+        return self._used
+
+    def _ask(self) -> None:
+        try:
+            self._used = sum(facts.memory_used for facts in gpu.gpus()) << 20
+        except ProbeFailed:
+            self._used, self._failed = None, True
+
+
+class Watcher:
+    """One watch of one launch of a server."""
+
+    def __init__(self, args: WatchArgs, ctx: AgentContext, record: ServerRecord) -> None:
+        self._args, self._ctx, self._record = args, ctx, record
+        self._log = LogFollower(record.log, args.mark, args.ranks)
+        self._gpu = GpuMemory()
+        self._members: Dict[Tuple[int, int], str] = {}
+        self._lost: Set[str] = set()
+        self._death_at = 0.0
+        self._ready_at = 0.0
+        self._phases_told = 0
+        self._last_tick = 0.0
+        self._engine, self._key = _kind(record)
+        self._healthy = healthy.profile(ctx.state, self._key)
+        usual = self._healthy.phase_seconds if self._healthy else None
+        self._tracker = ProgressTracker(args.patience, usual, gap_limit=max(5.0, 3 * args.interval))
+
+    def run(self) -> WatchResult:
+        """Poll until an outcome."""
+        end = time.monotonic() + min(self._args.until, self._ctx.remaining() - CLOSING_SECONDS)
+        while True:
+            situation, assessment = self._look()
+            self._tell(assessment)
+            verdict = judge(self._args, situation)
+            if verdict:
+                return self._finish(*verdict, assessment)
+            if assessment.stalled:
+                return self._finish("stall", self._stall_text(assessment), assessment)
+            if time.monotonic() + self._args.interval > end:
+                return self._finish("timeout", f"still in phase {assessment.phase}", assessment)
+            time.sleep(self._args.interval)
+
+    # ------------------------------------------------------------------ looking
+    def _look(self) -> Tuple[Situation, Assessment]:
+        # Processes first: whoever dies after this look has already written what the log shows below.
+        alive = detach.alive(self._record.pid, self._record.start_time)
+        processes = procfs.server_processes(self._record.pid, self._record.pid) if alive else []
+        marks = self._log.read()
+        self._note_losses(processes, marks)
+        now = time.monotonic()
+        if (marks.crashed or self._lost or not alive) and not self._death_at:
+            self._death_at = now
+        if marks.ready and not self._ready_at:
+            self._ready_at = now
+        situation = Situation(
+            marks=marks,
+            launcher_alive=alive,
+            lost=sorted(self._lost),
+            since_death=now - self._death_at if self._death_at else 0.0,
+            since_ready=now - self._ready_at if self._ready_at else 0.0,
+            answers=marks.ready and alive and self._answers(),
+        )
+        return situation, self._tracker.observe(self._sample(now, marks, processes))
+
+    def _sample(self, now: float, marks: LogMarks, processes: List[procfs.ProcSample]) -> Sample:
+        # A server that says it is ready but whose port does not answer must not count as an idle one.
+        phase = "warmup" if marks.phase == "serving" else marks.phase
+        return Sample(now, phase, marks.news, marks.forwards, processes, self._gpu.latest())
+
+    def _note_losses(self, processes: List[procfs.ProcSample], marks: LogMarks) -> None:
+        for process in processes:
+            if process.role in MEMBERS:
+                who = f"{process.role} {process.rank}" if process.rank else process.role
+                self._members[(process.pid, process.start_time)] = f"{who} (pid {process.pid})"
+        self._lost |= {who for (pid, start), who in self._members.items() if not detach.alive(pid, start)}
+        schedulers = sum(process.role == "scheduler" for process in processes)
+        titled = any(process.role in MEMBERS for process in processes)
+        if marks.ready and titled and schedulers < self._args.ranks and not self._lost:
+            self._lost.add(f"{self._args.ranks - schedulers} of {self._args.ranks} schedulers")
+
+    def _answers(self) -> bool:
+        target = Target(self._record.pid, port=self._record.port, host=self._record.host)
+        paths = ("/model_info", "/get_model_info")  # the second is its name before SGLang 0.5.6
+        return any(net.get(target, path, HTTP_SECONDS).status == 200 for path in paths)
+
+    # ------------------------------------------------------------------ telling
+    def _tell(self, assessment: Assessment) -> None:
+        marks = self._log.marks
+        for start in marks.phases[self._phases_told :]:
+            seconds = round(max(0.0, start.at - self._record.started_at), 1)
+            fact = {"server": self._record.name, "phase": start.phase, "seconds": seconds, "lines": start.line}
+            self._ctx.emit("phase", **fact)
+            self._timeline("phase", fact)
+        if len(marks.phases) > self._phases_told:
+            self._phases_told = len(marks.phases)
+            self._save(ready=False)
+        if time.monotonic() - self._last_tick >= 1.0:
+            self._last_tick = time.monotonic()
+            idle = round(assessment.idle_seconds, 1)
+            self._ctx.emit("tick", server=self._record.name, lines=marks.lines, phase=marks.phase, idle_seconds=idle)
+
+    def _timeline(self, event: str, fact: Dict[str, Any]) -> None:
+        file = open_journal(self._ctx.state.server(self._record.name) / "timeline.jsonl")
+        if file is None:
+            return  # another watch of the same server writes it
+        with file:
+            launch = self._record.launch_id
+            append_lines(file, [{"v": FORMAT_VERSION, "t": time.time(), "event": event, "launch_id": launch, **fact}])
+
+    def _save(self, ready: bool) -> None:
+        """Update server.json, unless the server was launched anew or stopped meanwhile."""
+        current = load_record(self._ctx.state, self._record.name)
+        if current is None or current.launch_id != self._record.launch_id:
+            return
+        current.phase, current.lines = self._log.marks.phase, self._log.marks.lines
+        current.ready = current.ready or ready
+        save_record(self._ctx.state, current)
+
+    # ------------------------------------------------------------------ the end
+    def _finish(self, outcome: str, detail: str, assessment: Assessment) -> WatchResult:
+        marks = self._log.marks
+        ready_at = next((start.at for start in marks.phases if start.phase == "serving"), 0.0)
+        until = ready_at if outcome == "ready" and ready_at else time.time()
+        result = WatchResult(
+            outcome=outcome,
+            phase=marks.phase,
+            seconds=round(max(0.0, until - self._record.started_at), 1),
+            lines=marks.ready_line or marks.lines,
+            phase_seconds={name: round(s, 1) for name, s in self._phase_seconds(until).items()},
+            idle_seconds=round(assessment.idle_seconds, 1),
+            detail="; ".join(filter(None, [scrub(detail), "" if outcome == "ready" else self._log_elsewhere()])),
+            log_tail=[scrub(line) for line in marks.tail],
+            healthy=self._healthy,
+        )
+        if outcome == "ready":
+            self._on_ready(result)
+        if outcome == "stall" and self._args.evidence_on_stall:
+            result.evidence, result.evidence_dir = self._evidence(assessment)
+        self._timeline("outcome", {"outcome": outcome, "phase": result.phase, "seconds": result.seconds})
+        return result
+
+    def _phase_seconds(self, until: float) -> Dict[str, float]:
+        seconds = self._log.marks.phase_seconds(until, self._record.started_at)
+        seconds.pop("serving", None)
+        return seconds
+
+    def _on_ready(self, result: WatchResult) -> None:
+        current = load_record(self._ctx.state, self._record.name)
+        first = current is not None and not current.ready
+        self._save(ready=True)
+        if first:
+            start = healthy.HealthyStart(self._key, result.lines, result.seconds, result.phase_seconds, self._engine)
+            healthy.remember(self._ctx.state, start)
+
+    def _evidence(self, assessment: Assessment) -> Tuple[Dict[str, Any], str]:
+        from fleetdump.agent import evidence
+
+        record = self._record
+        target = Target(
+            pid=record.pid,
+            start_time=record.start_time,
+            session=record.pid,
+            server=record.name,
+            port=record.port,
+            host=record.host,
+            log=record.log,
+            ranks=self._args.ranks,
+            python=record.python,
+            watched_paths=[record.capture_dir] if record.capture_dir else [],
+        )
+        facts = WatchFacts(self._log.marks.phase, assessment.idle_seconds, assessment.patience, self._healthy)
+        return evidence.collect(target, self._ctx, seconds=EVIDENCE_SECONDS, deep=True, watch_facts=facts)
+
+    def _stall_text(self, assessment: Assessment) -> str:
+        marks = self._log.marks
+        parts = [
+            f"no progress for {assessment.idle_seconds:.0f} s in phase {marks.phase} "
+            f"(patience {assessment.patience:.0f} s), {marks.lines} log lines{self._usual_lines()}"
+        ]
+        if marks.slowest():
+            parts.append(f"behind the others: {', '.join(marks.slowest())}")
+        if marks.repeated > 1:
+            parts.append(f"the log only repeats: {marks.repeated_line}")
+        return "; ".join(parts)
+
+    def _usual_lines(self) -> str:
+        known: Optional[HealthyProfile] = self._healthy
+        if known is None:
+            return ""
+        span = f"{known.lines_min}" if known.lines_min == known.lines_max else f"{known.lines_min} to {known.lines_max}"
+        return f" (healthy starts had {span})"
+
+    def _log_elsewhere(self) -> str:
+        """Says so when the launcher's stdout is another file than the watched log."""
+        try:
+            out, log = os.stat(f"{procfs.PROC}/{self._record.pid}/fd/1"), os.stat(self._record.log)
+        except OSError:
+            return ""
+        if (out.st_dev, out.st_ino) == (log.st_dev, log.st_ino):
+            return ""
+        target = procfs.read_link(f"{procfs.PROC}/{self._record.pid}/fd/1")
+        return f"the server writes to {target}, not to the watched log {self._record.log}"
+
+
+def _kind(record: ServerRecord) -> Tuple[str, str]:
+    """Engine name and key of the healthy starts that compare with this one."""
+    try:
+        name = engine.query(record.python).name
+    except AgentFailure:
+        name = ""
+    try:
+        output = run_command(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], 8.0).stdout
+    except ProbeFailed:
+        output = ""
+    return name, healthy.start_key(record.model_path, name, record.argv, output.splitlines())

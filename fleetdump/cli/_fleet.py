@@ -1,0 +1,179 @@
+"""What every fleet command shares: the options that choose hosts, running on them, recap and exit code."""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from fleetdump.agent.protocol import to_json
+from fleetdump.errors import ExitCode, FleetdumpError, LockedError, UnreachableError, worst
+from fleetdump.fleet import ConnectOptions, Host, Outcome, fan_out
+from fleetdump.inventory import HostConfig, Inventory, load
+from fleetdump.views.console import HostResult, err, print_error, print_json
+from fleetdump.views.hosts import show_event, show_recap
+
+T = TypeVar("T")
+DEFAULT_INVENTORY = "inventory.yaml"
+
+
+@dataclass(frozen=True)
+class FleetOptions:
+    """Host selection and output, as every fleet command takes them."""
+
+    inventory: Path
+    host: tuple[str, ...]
+    exclude: tuple[str, ...]
+    ad_hoc: bool
+    as_json: bool
+    accept_new: bool
+    jobs: int
+
+    def select(self, read_only: bool) -> list[HostConfig]:
+        """The hosts that the command is for; read-only commands may name hosts that the inventory lacks."""
+        inventory = load(self.inventory)
+        return _selected(inventory, self, read_only)
+
+    def connect_options(self) -> ConnectOptions:
+        return ConnectOptions(accept_new=self.accept_new, operator=operator())
+
+
+def operator() -> str:
+    """user@machine of the person at the keyboard, for locks and audit lines on the hosts."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the shared options to a click command and hand them over as one ``FleetOptions``."""
+
+    @click.option(
+        "-i",
+        "--inventory",
+        type=click.Path(path_type=Path),
+        envvar="FLEETDUMP_INVENTORY",
+        default=DEFAULT_INVENTORY,
+        show_default=True,
+        help="Inventory file.",
+    )
+    @click.option(
+        "--host",
+        multiple=True,
+        metavar="PATTERN",
+        help="Hosts: names, addresses, globs, gpu[01-08], @group, comma lists; may be repeated. Default: all.",
+    )
+    @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these hosts out.")
+    @click.option("--ad-hoc", is_flag=True, help="Allow hosts that the inventory does not have.")
+    @click.option("--json", "as_json", is_flag=True, help="One JSON object a host on stdout.")
+    @click.option("--accept-new", is_flag=True, help="Accept and remember unknown host keys (never changed ones).")
+    @click.option("--jobs", type=click.IntRange(1, 256), default=32, show_default=True, help="Hosts at a time.")
+    @functools.wraps(command)
+    def wrapper(
+        *args: Any,
+        inventory: Path,
+        host: tuple[str, ...],
+        exclude: tuple[str, ...],
+        ad_hoc: bool,
+        as_json: bool,
+        accept_new: bool,
+        jobs: int,
+        **kwargs: Any,
+    ) -> Any:
+        options = FleetOptions(inventory, host, exclude, ad_hoc, as_json, accept_new, jobs)
+        return command(options, *args, **kwargs)
+
+    return wrapper
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One command's run over the fleet. ``show`` prints a host's data for people; ``code`` gives its exit code;
+    ``data`` turns it into what ``--json`` prints (the JSON of the dataclass by default)."""
+
+    name: str
+    show: Callable[[str, Any], None]
+    code: Callable[[Any], ExitCode] = lambda _: ExitCode.OK
+    data: Callable[[Any], Any] = to_json
+    read_only: bool = False
+    deadline: float = 600.0
+    recap: bool = True
+
+
+def run(options: FleetOptions, verb: Verb, function: Callable[[Host], Any]) -> None:
+    """Run ``function`` on every selected host, print each result as it comes, and exit with the worst code."""
+    report = Report(options, verb)
+    fan_out(
+        options.select(verb.read_only),
+        function,
+        limit=options.jobs,
+        deadline=verb.deadline,
+        options=options.connect_options(),
+        on_outcome=report.add,
+    )
+    sys.exit(report.close())
+
+
+class Report:
+    """Prints each host's outcome when it is added, and the recap when it is closed."""
+
+    def __init__(self, options: FleetOptions, verb: Verb):
+        self._options = options
+        self._verb = verb
+        self._results: list[HostResult] = []
+        self._codes: list[ExitCode] = []
+
+    def add(self, name: str, outcome: Outcome[Any]) -> None:
+        """One host has ended."""
+        result, code = _judge(self._verb, name, outcome)
+        self._results.append(result)
+        self._codes.append(code)
+        if self._options.as_json:
+            print_json(result)
+        elif outcome.error is not None:
+            print_error(outcome.error)
+        else:
+            self._verb.show(name, outcome.value)
+
+    def close(self) -> ExitCode:
+        """Print the recap; the exit code that stands for all hosts."""
+        if self._verb.recap:
+            show_recap(sorted(self._results, key=lambda result: result.host))
+        return worst(self._codes)
+
+
+def event_printer(host: str) -> Callable[[dict[str, Any]], None]:
+    """Prints the steps of one host as they happen, on stderr."""
+    return lambda event: show_event(host, event)
+
+
+def _judge(verb: Verb, name: str, outcome: Outcome[Any]) -> tuple[HostResult, ExitCode]:
+    if outcome.error is not None:
+        return HostResult(name, verb.name, _status_of(outcome.error), outcome.error), outcome.error.exit_code
+    code = verb.code(outcome.value)
+    status = {ExitCode.OK: "ok", ExitCode.STALL: "stall"}.get(code, "failed")
+    return HostResult(name, verb.name, status, None, verb.data(outcome.value)), code
+
+
+def _status_of(error: FleetdumpError) -> str:
+    if isinstance(error, UnreachableError):
+        return "unreachable"
+    return "locked" if isinstance(error, LockedError) else "failed"
+
+
+def _selected(inventory: Inventory, options: FleetOptions, read_only: bool) -> list[HostConfig]:
+    if not read_only or options.ad_hoc:
+        return inventory.select(list(options.host), list(options.exclude), ad_hoc=options.ad_hoc)
+    selection = inventory.select_read_only(list(options.host), list(options.exclude))
+    for name in selection.unlisted:
+        err.print(f"note: {name} is not in {options.inventory}; looking at it with the defaults", markup=False)
+    return selection.hosts

@@ -1,0 +1,35 @@
+"""``fleetdump check``."""
+
+from __future__ import annotations
+
+import click
+
+from fleetdump.agent.protocol import ProbeResult
+from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, run
+from fleetdump.errors import ExitCode
+from fleetdump.patches import find_patch, load_patch
+from fleetdump.tasks.check import check as check_host
+from fleetdump.views.hosts import show_probe
+
+
+def _code(probe: ProbeResult) -> ExitCode:
+    return ExitCode.FAILED if any(f.level == "blocker" for f in probe.findings) else ExitCode.OK
+
+
+@click.command(short_help="Would a deploy work? Nothing is changed.")
+@click.option("--patch", default="hidden-states", show_default=True, help="Patch (name or folder) that must apply.")
+@click.option("--no-patch", is_flag=True, help="Check for a server without a patch.")
+@fleet_options
+def check(options: FleetOptions, patch: str, no_patch: bool) -> None:
+    """Reach each host and check python, SGLang, patch, model, port, disk, memory and tools.
+
+    \b
+    Example:
+      fleetdump check --host gpu[01-08]
+    """
+    spec = None if no_patch else load_patch(find_patch(patch))
+    run(
+        options,
+        Verb("check", show_probe, code=_code, read_only=True, deadline=120.0),
+        lambda host: check_host(host, spec),
+    )

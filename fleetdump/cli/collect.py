@@ -1,0 +1,106 @@
+"""``fleetdump collect``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from fleetdump.agent.protocol import to_json
+from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options
+from fleetdump.errors import ExitCode, FleetdumpError, UsageError, worst
+from fleetdump.fleet import fan_out
+from fleetdump.ledger import Ledger
+from fleetdump.tasks.collect import CollectReport, PullOptions, PullReport, merge, pull, require_whole
+from fleetdump.tasks.extract import runs_file
+from fleetdump.views.console import err, out, print_error, size
+
+DEADLINE = 7 * 86400.0
+SHOWN = 5
+
+
+@click.command(short_help="Bring manifests and shards home, merged and verified.")
+@click.option("--run", "run_name", default="", metavar="NAME", help="Which run.  [default: the only one]")
+@click.option("--data", is_flag=True, help="Pull the shards too, each verified after the copy.")
+@click.option(
+    "--to", type=click.Path(path_type=Path), default=None, help="Where shards go.  [default: the runs folder]"
+)
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@fleet_options
+def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, runs_dir: Path) -> None:
+    """Pull what is new in the hosts' manifests, check every line, and merge them: each sample once.
+
+    Gaps, duplicates and settings that differ between hosts are named. It may be called while the run goes on, and
+    again after any interruption; it continues where it was. The report is also written to collect.json beside the
+    merged manifest.
+
+    \b
+    Examples:
+      fleetdump collect
+      fleetdump collect --run conversations --data --to /mnt/hidden-states
+    """
+    run_name = run_name or _only_run(runs_dir)
+    hosts = options.select(read_only=False)
+    if to is not None and not data:
+        raise click.UsageError("--to says where shards go: add --data")
+    pull_options = PullOptions(run_name, (to or runs_dir) if data else None)
+    pulls: list[PullReport] = []
+
+    def show(host: str, report: PullReport) -> None:
+        pulls.append(report)
+        text = f"{host}: {report.lines} new samples, {report.shards} files, {size(report.bytes)}"
+        out.print(
+            text + (f"; still running: {', '.join(report.unfinished)}" if report.unfinished else ""), markup=False
+        )
+
+    with Ledger(runs_file(runs_dir, run_name)) as ledger:
+        report = Report(options, Verb("collect", show, code=_code, deadline=DEADLINE))
+        outcomes = fan_out(
+            hosts,
+            lambda host: pull(host, pull_options, ledger),
+            limit=options.jobs,
+            deadline=DEADLINE,
+            options=options.connect_options(),
+            on_outcome=report.add,
+        )
+        merged = merge(ledger, pull_options, runs_dir)
+    _write(merged)
+    code = report.close()
+    _show_merged(merged, options.as_json)
+    try:
+        require_whole(merged, [outcome.value for outcome in outcomes.values() if outcome.value is not None])
+    except FleetdumpError as error:
+        print_error(error)
+        code = worst([code, error.exit_code])
+    sys.exit(code)
+
+
+def _only_run(runs_dir: Path) -> str:
+    runs = sorted(path.parent.name for path in runs_dir.glob("*/ledger.sqlite"))
+    if len(runs) == 1:
+        return runs[0]
+    why = f"{runs_dir} has {', '.join(runs)}" if runs else f"{runs_dir} has no run"
+    raise UsageError("which run?", why=why, next_step="add --run NAME, and --runs-dir if it lies elsewhere")
+
+
+def _write(merged: CollectReport) -> None:
+    path = Path(merged.manifest).with_name("collect.json")
+    path.write_text(json.dumps(to_json(merged), indent=1) + "\n", encoding="utf-8")
+
+
+def _show_merged(merged: CollectReport, as_json: bool) -> None:
+    console = err if as_json else out
+    console.print(
+        f"run {merged.run}: {merged.samples} of {merged.expected} samples, {merged.tokens} tokens, {merged.lost} lost,"
+        f" {merged.duplicated} duplicated, {merged.rejected} rejected; {merged.manifest}",
+        markup=False,
+    )
+    for label, lines in (("missing", merged.missing), ("rejected", merged.rejects), ("differs", merged.mismatches)):
+        for line in lines[:SHOWN]:
+            console.print(f"  {label}: {line}", markup=False)
+
+
+def _code(report: PullReport) -> ExitCode:
+    return ExitCode.FAILED if report.faults else ExitCode.OK

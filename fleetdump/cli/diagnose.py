@@ -1,0 +1,101 @@
+"""``fleetdump diagnose``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fleetdump.agent.evidence_types import Evidence
+from fleetdump.agent.protocol import ProtocolError, from_json, to_json
+from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, run
+from fleetdump.diagnosis import STALL
+from fleetdump.diagnosis import diagnose as decide
+from fleetdump.errors import ExitCode, UsageError
+from fleetdump.tasks.server import Diagnosis, Target, diagnose_host
+from fleetdump.views.console import out
+from fleetdump.views.hosts import show_diagnosis
+
+
+@click.command(short_help="Name the cause of a hang, from evidence.")
+@click.option("--server", default="", help="One of our servers; default: each server of the host.")
+@click.option("--port", type=click.IntRange(1, 65535), default=None, help="Any server that listens on this port.")
+@click.option("--pid", type=click.IntRange(1), default=None, help="Any server by its launcher's pid.")
+@click.option("--seconds", type=click.FloatRange(1, 600), default=5.0, show_default=True, help="Between two samples.")
+@click.option("--deep", is_flag=True, help="Take strace and stacks even when the samples show progress.")
+@click.option("--save", type=click.Path(path_type=Path), default=None, help="Write the evidence below this folder.")
+@click.option("--bundle", type=click.Path(path_type=Path, exists=True), default=None, help="Judge saved evidence.")
+@fleet_options
+def diagnose(
+    options: FleetOptions,
+    server: str,
+    port: int | None,
+    pid: int | None,
+    seconds: float,
+    deep: bool,
+    save: Path | None,
+    bundle: Path | None,
+) -> None:
+    """Collect evidence of a server and say what it waits for. Nothing is signalled, nothing changed.
+
+    Exit code 4 when a stall is diagnosed, 0 when the server is healthy, idle or busy.
+
+    \b
+    Examples:
+      fleetdump diagnose --host gpu01
+      fleetdump diagnose --host 10.1.230.174 --port 30000 --deep
+      fleetdump diagnose --bundle evidence/gpu01
+    """
+    if sum(bool(choice) for choice in (server, port, pid)) > 1:
+        raise click.UsageError("--server, --port and --pid exclude each other")
+    if bundle is not None:
+        _judge_bundle(options, bundle)
+        return
+    target = Target(server, port or 0, pid or 0, seconds, deep)
+
+    def show(host: str, diagnoses: list[Diagnosis]) -> None:
+        for diagnosis in diagnoses:
+            show_diagnosis(host, diagnosis)
+
+    def work(host: Any) -> list[Diagnosis]:
+        diagnoses = diagnose_host(host, target)
+        if save is not None:
+            for diagnosis in diagnoses:
+                _save(save / host.config.name / diagnosis.server.replace(" ", "-"), diagnosis)
+        return diagnoses
+
+    run(options, Verb("diagnose", show, code=_code, data=_data, read_only=True, deadline=900.0), work)
+
+
+def _code(diagnoses: list[Diagnosis]) -> ExitCode:
+    stalled = any(d.verdicts and d.verdicts[0].severity == STALL for d in diagnoses)
+    return ExitCode.STALL if stalled else ExitCode.OK
+
+
+def _data(diagnoses: list[Diagnosis]) -> list[Any]:
+    """The evidence itself is in the bundle; a line of JSON should stay readable."""
+    return [{"server": d.server, "verdicts": to_json(d.verdicts), "evidence_dir": d.evidence_dir} for d in diagnoses]
+
+
+def _save(folder: Path, diagnosis: Diagnosis) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    text = json.dumps(diagnosis.evidence, indent=1)
+    (folder / "evidence.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _judge_bundle(options: FleetOptions, bundle: Path) -> None:
+    path = bundle / "evidence.json" if bundle.is_dir() else bundle
+    try:
+        evidence = from_json(Evidence, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ProtocolError) as error:
+        raise UsageError(
+            "not an evidence bundle", str(path), str(error), "give the folder that diagnose --save wrote"
+        ) from error
+    diagnosis = Diagnosis(bundle.name, decide(evidence))
+    if options.as_json:
+        out.print(json.dumps(_data([diagnosis])), markup=False)
+    else:
+        show_diagnosis("bundle", diagnosis)
+    raise SystemExit(_code([diagnosis]))

@@ -1,0 +1,72 @@
+"""The ``fleetdump`` command: the group, and the one place where errors become words and exit codes."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from fleetdump import __version__
+from fleetdump.cli.check import check
+from fleetdump.cli.clean import clean
+from fleetdump.cli.collect import collect
+from fleetdump.cli.deploy import deploy
+from fleetdump.cli.diagnose import diagnose
+from fleetdump.cli.extract import extract
+from fleetdump.cli.init import init
+from fleetdump.cli.logs import logs
+from fleetdump.cli.revert import revert
+from fleetdump.cli.status import status
+from fleetdump.cli.stop import stop
+from fleetdump.errors import ExitCode, FleetdumpError
+from fleetdump.views.console import err, print_error
+
+
+class _Ordered(click.Group):
+    """Commands in the order of the journey, not of the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(self.commands)
+
+
+@click.group(cls=_Ordered, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="fleetdump")
+def cli() -> None:
+    """Turn GPU hosts running SGLang into a fleet that writes hidden states.
+
+    \b
+    The journey:
+      fleetdump init gpu01 gpu02        write a commented inventory.yaml
+      fleetdump check                   would it work? nothing is changed
+      fleetdump deploy                  patch, launch, watch, self-check
+      fleetdump extract --data d.jsonl  run a data set through the fleet
+      fleetdump collect --data          bring manifests and shards home, verified
+      fleetdump stop, revert, clean     leave nothing behind
+
+    \b
+    Exit codes: 0 all well, 1 some hosts failed, 2 wrong usage or inventory, 3 some unreachable,
+    4 a stall was diagnosed, 5 locked, 130 interrupted.
+    """
+
+
+for _command in (init, check, deploy, status, logs, diagnose, extract, collect, stop, revert, clean):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        cli.main(standalone_mode=False)
+    except FleetdumpError as error:
+        print_error(error)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(ExitCode.USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        err.print("interrupted", markup=False)
+        sys.exit(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(ExitCode.FAILED)

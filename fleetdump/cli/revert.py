@@ -1,0 +1,35 @@
+"""``fleetdump revert``."""
+
+from __future__ import annotations
+
+import click
+
+from fleetdump.agent.protocol import RevertResult
+from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, run
+from fleetdump.tasks.revert import revert as revert_on
+from fleetdump.views.console import out
+
+
+def _show(host: str, results: list[RevertResult]) -> None:
+    for result in results:
+        if result.changed:
+            text = f"reverted; {len(result.verified)} file(s) are byte for byte the original"
+        else:
+            text = f"nothing to revert ({result.after.state})"
+        out.print(f"{host}: {text}", markup=False)
+
+
+@click.command(short_help="Restore SGLang byte for byte.")
+@fleet_options
+def revert(options: FleetOptions) -> None:
+    """Take our patch out of SGLang again and verify the restored files.
+
+    \b
+    Example:
+      fleetdump revert --host gpu01
+    """
+    run(
+        options,
+        Verb("revert", _show, deadline=300.0),
+        lambda host: revert_on(host, event_printer(host.config.name)),
+    )

@@ -1,0 +1,36 @@
+"""``fleetdump stop``."""
+
+from __future__ import annotations
+
+import click
+
+from fleetdump.agent.protocol import StopResult
+from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, run
+from fleetdump.tasks.server import stop as stop_on
+from fleetdump.views.console import out
+
+
+def _show(host: str, result: StopResult) -> None:
+    words = [
+        f"{label} {', '.join(names)}"
+        for label, names in (("stopped", result.stopped), ("killed", result.killed), ("not running:", result.absent))
+        if names
+    ]
+    out.print(f"{host}: {'; '.join(words) or 'nothing of ours was running'}", markup=False)
+
+
+@click.command(short_help="Stop our servers.")
+@click.option("--server", "servers", multiple=True, help="Only this server; may be repeated. Default: all of ours.")
+@fleet_options
+def stop(options: FleetOptions, servers: tuple[str, ...]) -> None:
+    """Stop servers that fleetdump started (and no others), each verified by pid and start time.
+
+    \b
+    Example:
+      fleetdump stop --host gpu01
+    """
+    run(
+        options,
+        Verb("stop", _show, deadline=180.0),
+        lambda host: stop_on(host, list(servers), event_printer(host.config.name)),
+    )

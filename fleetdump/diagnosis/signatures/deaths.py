@@ -1,0 +1,169 @@
+"""Processes that are gone: the launcher, a rank, and what killed them."""
+
+from __future__ import annotations
+
+import re
+
+from fleetdump.diagnosis.registry import Step, signature
+from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
+from fleetdump.diagnosis.view import View
+
+_KILLED = re.compile(r"Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)")
+
+
+@signature(Step.PROCESSES)
+def out_of_memory(view: View) -> Verdict | None:
+    """The kernel killed something for memory while this server lived, and a process of it is gone."""
+    memory = view.evidence.memory
+    gone = view.missing_ranks or not view.evidence.launcher_alive
+    if not gone or not (memory.oom_lines or memory.oom_kills):
+        return None
+    killed = [match for line in memory.oom_lines if (match := _KILLED.search(line))]
+    ours = [m for m in killed if m["name"].startswith(("sglang", "python", "pt_main"))]
+    facts = [*memory.oom_lines[:4]]
+    if memory.oom_kills:
+        facts.append(f"the server's cgroup counts {memory.oom_kills} out-of-memory kills")
+    rank = view.missing_ranks[0] if len(view.missing_ranks) == 1 else None
+    return Verdict(
+        "OOM_KILLED",
+        "the kernel's out-of-memory killer ended a process of this server",
+        HIGH if ours else MEDIUM,
+        phase=view.phase,
+        rank=rank,
+        evidence=facts,
+        next_steps=[
+            "lower host memory use (smaller hierarchical cache, fewer parallel compilers: MAX_JOBS) and deploy again"
+        ],
+    )
+
+
+@signature(Step.PROCESSES)
+def launcher_died(view: View) -> Verdict | None:
+    """The launcher is gone; the log's first exception says whose fault it was."""
+    evidence = view.evidence
+    if evidence.launcher_alive or _port_taken(view):
+        return None
+    log = evidence.log
+    facts = [f"process {evidence.target.pid} (launcher) does not exist any more"]
+    left = [p.label or p.role for p in view.members]
+    facts.append(f"still there: {', '.join(left)}" if left else "no process of the server is left")
+    facts += _crash_facts(view)
+    rank = view.crash_rank
+    if rank is not None:
+        title = f"the server died: rank {rank} {'was lost' if view.crash_is_of_a_peer else 'raised'} first"
+    else:
+        title = "the server died"
+    return Verdict(
+        "LAUNCHER_DIED",
+        title,
+        HIGH,
+        phase=view.phase,
+        rank=rank,
+        evidence=facts,
+        next_steps=[f"read the end of {log.path or 'the log'}", "deploy again once the cause is removed"],
+    )
+
+
+@signature(Step.PROCESSES)
+def rank_crashed(view: View) -> Verdict | None:
+    """A rank raised: SGLang now takes up to 65 s until it ends itself, and accepts requests without answering."""
+    log = view.evidence.log
+    if not view.evidence.launcher_alive or not log.crash:
+        return None
+    rank = view.crash_rank
+    who = f"rank {rank}" if rank is not None else "a rank"
+    verb = "was lost" if view.crash_is_of_a_peer else "raised an exception"
+    return Verdict(
+        "RANK_CRASHED",
+        f"{who} {verb}; the launcher has not ended yet",
+        MEDIUM if view.crash_is_of_a_peer else HIGH,
+        phase=view.phase,
+        rank=rank,
+        evidence=[*_crash_facts(view), *_gone_facts(view)],
+        next_steps=[
+            "the first exception in the log is the cause, later ones follow from it",
+            "stop the server, then deploy again",
+        ],
+    )
+
+
+@signature(Step.PROCESSES)
+def dead_rank(view: View) -> Verdict | None:
+    """A rank is gone without a word while the launcher lives: it waits for it, or answers for a dead engine."""
+    if not view.evidence.launcher_alive or not view.missing_ranks or view.evidence.log.crash:
+        return None
+    several = len(view.missing_ranks) > 1
+    who = f"{'ranks' if several else 'rank'} {', '.join(map(str, view.missing_ranks))}"
+    verb = "are" if several else "is"
+    rank = None if several else view.missing_ranks[0]
+    facts = [*_gone_facts(view), "the log names no exception: killed from outside, or by the kernel"]
+    if view.port_open:
+        code, title = "API_ALIVE_ENGINE_DEAD", f"{who} {verb} dead, yet the HTTP server still answers"
+    else:
+        code, title = "PARENT_WAITS_DEAD_RANK", f"the launcher waits for {who}, which {verb} dead"
+        facts.append(f"port {view.evidence.target.port} is closed")
+    return Verdict(
+        code,
+        title,
+        HIGH if view.zombies or view.schedulers else MEDIUM,
+        phase=view.phase,
+        rank=rank,
+        evidence=facts,
+        next_steps=[
+            "look for who killed it: kernel log, cgroup limits, an operator",
+            "stop the server, then deploy again",
+        ],
+    )
+
+
+@signature(Step.PROCESSES)
+def port_in_use(view: View) -> Verdict | None:
+    """Another process listens on the server's port."""
+    port, log = view.evidence.port, view.evidence.log
+    if _port_taken(view):
+        owner = f"process {port.owner_pid} ({port.owner})" if port.owner_pid else "a process that this user cannot see"
+        return Verdict(
+            "PORT_IN_USE",
+            f"port {port.port} belongs to {owner}",
+            HIGH if port.owner_pid else MEDIUM,
+            phase=view.phase,
+            evidence=[f"the listening socket of port {port.port} is held by {owner}", *_trouble(view, "port_in_use")],
+            next_steps=["stop that process or choose another port in the inventory"],
+        )
+    if "port_in_use" in log.troubles and not view.evidence.launcher_alive:
+        return Verdict(
+            "PORT_IN_USE",
+            f"the server found an address in use (port {port.port} or one of its internal ports)",
+            LOW,
+            phase=view.phase,
+            evidence=_trouble(view, "port_in_use"),
+            next_steps=["deploy again; if it comes back, give internal ports outside net.ipv4.ip_local_port_range"],
+        )
+    return None
+
+
+def _port_taken(view: View) -> bool:
+    port = view.evidence.port
+    return port.open and not port.ours and (port.owner_pid > 0 or "port_in_use" in view.evidence.log.troubles)
+
+
+def _trouble(view: View, name: str) -> list[str]:
+    line = view.evidence.log.troubles.get(name)
+    return [f"log: {line}"] if line else []
+
+
+def _crash_facts(view: View) -> list[str]:
+    log = view.evidence.log
+    if not log.crash:
+        return ["the log names no exception"]
+    facts = [f"first exception in the log{f' ({log.crash_label})' if log.crash_label else ''}: {log.crash}"]
+    if view.crash_is_of_a_peer:
+        facts.append(f"{log.crash_label or 'that rank'} only lost its connection: the rank at the other end went first")
+    return facts
+
+
+def _gone_facts(view: View) -> list[str]:
+    facts = [f"rank {rank}: no such process (or a zombie)" for rank in view.missing_ranks]
+    if view.schedulers:
+        facts.append("alive: " + ", ".join(f"{p.label} ({p.state})" for p in view.schedulers))
+    return facts

@@ -1,0 +1,31 @@
+"""What a diagnosis says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+HIGH, MEDIUM, LOW = "high", "medium", "low"
+"""Confidence. High: measured directly (a pipe's other end, a lock's holder, a kernel line), or two samples that another
+tool confirms. Medium: two samples alone, or a clear stack pattern. Low: log text alone."""
+
+OK, WAIT, STALL = "ok", "wait", "stall"
+"""Severity: nothing is wrong; it works and takes its time; it will not go on by itself."""
+
+
+@dataclass
+class Verdict:
+    """One named cause. ``phase`` is one of ``protocol.PHASES`` (or empty), ``rank`` a tensor-parallel rank or None.
+
+    ``evidence`` are the facts that support it, ``ruled_out`` what the same facts exclude, ``next_steps`` what to do.
+    """
+
+    code: str
+    title: str
+    confidence: str
+    severity: str = STALL
+    phase: str = ""
+    rank: int | None = None
+    server: str = ""
+    evidence: list[str] = field(default_factory=list)
+    ruled_out: list[str] = field(default_factory=list)
+    next_steps: list[str] = field(default_factory=list)

@@ -1,0 +1,295 @@
+"""Questions that signatures ask of evidence, answered once: who lives, who waits, who spins, what moved."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from fleetdump.agent.evidence_types import Evidence, HttpProbe, ProcessFacts, RankMarks, Stack, Trace
+from fleetdump.agent.protocol import PHASES
+
+RCHAR_RATE = 512 << 10
+READ_RATE = 64 << 10
+RSS_RATE = 1 << 20
+"""Bytes a second and process that count as progress, as in ``agent.progress``: an idle scheduler reads up to 100 kB/s
+through event descriptors."""
+LOAD_RATE = 1 << 20
+"""Bytes a second of all ranks together that count as loading weights."""
+COMPILER_CPU = 0.05
+SPIN_CPU = 0.85
+"""Share of a core that a spinning main thread uses, or asks for on a crowded host."""
+BLOCKED_CPU = 0.05
+FEW_SWITCHES = 20.0
+"""Voluntary switches a second of a main thread: a spin has none, a blocked one a few; an idle scheduler thousands."""
+SILENCE = 30.0
+"""Seconds of silence below which nobody says "hung" when no patience is given."""
+
+FIRST_RANK_MARKS = frozenset({"scheduler ready"})
+"""Marks that only rank 0 logs."""
+
+AFTER = {
+    "imports": "before its first mark",
+    "init": "during distributed init",
+    "weights": "while it loads weights",
+    "kv_pool": "after weights, before the KV pool",
+    "jit": "after the KV pool",
+    "capture": "during graph capture",
+    "http": "after the scheduler's set-up, before HTTP",
+    "warmup": "during the warm-up request",
+    "serving": "while serving",
+}
+_TP = re.compile(r"TP(\d+)")
+_PEER_LOST = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe")
+_BAR = re.compile(r"(?P<done>\d+)/(?P<total>\d+) \[(?P<spent>[\d:?]+)<(?P<left>[\d:?]+)")
+
+
+@dataclass(frozen=True)
+class Spin:
+    """A rank whose main thread burns a core without ever yielding. ``kind``: python, gpu or unknown."""
+
+    process: ProcessFacts
+    kind: str
+    facts: tuple[str, ...]
+
+
+class View:
+    """An index over one ``Evidence``; nothing here changes it."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+
+    # ------------------------------------------------------------------ processes
+    @cached_property
+    def launcher(self) -> ProcessFacts | None:
+        """The living launcher."""
+        if not self.evidence.launcher_alive:
+            return None
+        return next((p for p in self.evidence.processes if p.pid == self.evidence.target.pid), None)
+
+    @cached_property
+    def schedulers(self) -> list[ProcessFacts]:
+        """Living schedulers, by rank."""
+        alive = [p for p in self.evidence.processes if p.role == "scheduler" and p.state not in "ZX"]
+        return sorted(alive, key=lambda p: (p.rank or 0, p.label))
+
+    @cached_property
+    def members(self) -> list[ProcessFacts]:
+        """Launcher, schedulers and detokenizer: what must live for the server to work."""
+        wanted = ("launcher", "scheduler", "detokenizer", "data_parallel_controller")
+        return [p for p in self.evidence.processes if p.role in wanted and p.state not in "ZX"]
+
+    @cached_property
+    def spawning(self) -> bool:
+        """Ranks have not been started, or have not yet named themselves."""
+        return not self.evidence.log.ranks and not self.evidence.log.crash
+
+    @cached_property
+    def missing_ranks(self) -> list[int]:
+        """Ranks that were there (or must have been) and are gone."""
+        unseen = self.evidence.launcher_alive and not self.evidence.processes
+        if unseen or (self.spawning and not self.zombies):
+            return []
+        present = {p.rank for p in self.schedulers}
+        return [rank for rank in range(self.evidence.target.ranks) if rank not in present]
+
+    @cached_property
+    def zombies(self) -> list[ProcessFacts]:
+        """Schedulers that died and were not reaped (the kernel keeps only 15 characters of their name)."""
+        return [p for p in self.evidence.processes if p.state in "ZX" and p.name.startswith("sglang::sched")]
+
+    @property
+    def complete(self) -> bool:
+        """Launcher and every rank live, none is stopped, none has raised."""
+        alive = self.evidence.launcher_alive and self.schedulers and not self.missing_ranks
+        return bool(alive) and not self.evidence.log.crash and not any(p.state in "Tt" for p in self.members)
+
+    # ------------------------------------------------------------------ phase and marks
+    def marks_of(self, process: ProcessFacts) -> RankMarks | None:
+        """Log marks of a scheduler."""
+        return next((m for m in self.evidence.log.ranks if m.label == process.label), None)
+
+    def phase_of(self, process: ProcessFacts | None) -> str:
+        """The phase that a rank has entered; without one, or once HTTP is up, that of the server."""
+        marks = self.marks_of(process) if process else None
+        server = self.evidence.log.phase
+        if marks is None or server in ("warmup", "serving"):
+            return server or PHASES[0]
+        return marks.phase
+
+    @property
+    def phase(self) -> str:
+        """The phase of the server as a whole."""
+        if self.healthy:
+            return "serving"
+        return self.evidence.log.phase or PHASES[0]
+
+    @cached_property
+    def behind(self) -> list[ProcessFacts]:
+        """Ranks that logged fewer marks than others, of those that every rank logs; empty when all are level."""
+        counts = {p.label: len(set(m.marks) - FIRST_RANK_MARKS) for p in self.schedulers if (m := self.marks_of(p))}
+        low = [p for p in self.schedulers if counts.get(p.label, 0) == min(counts.values(), default=0)]
+        return low if len(low) < len(self.schedulers) else []
+
+    @property
+    def crash_rank(self) -> int | None:
+        """The rank that is to blame for the first exception. One that only lost its peer is not."""
+        match = _TP.search(self.evidence.log.crash_label)
+        if not match:
+            return None
+        rank = int(match[1])
+        if not self.crash_is_of_a_peer:
+            return rank
+        others = [other for other in range(self.evidence.target.ranks) if other != rank]
+        return others[0] if len(others) == 1 else None
+
+    @property
+    def crash_is_of_a_peer(self) -> bool:
+        """The first exception says that another rank's connection ended."""
+        return bool(_PEER_LOST.search(self.evidence.log.crash))
+
+    # ------------------------------------------------------------------ port and HTTP
+    @property
+    def port_open(self) -> bool:
+        return self.evidence.port.open and self.evidence.port.ours
+
+    def answer(self, prefix: str) -> HttpProbe | None:
+        """The probe of ``/health`` or ``/model_info``."""
+        return next((h for h in self.evidence.http if h.path.endswith(prefix)), None)
+
+    @property
+    def was_ready(self) -> bool:
+        """It has served; without a log an open port is taken for that."""
+        log = self.evidence.log
+        return log.ready or (self.port_open and not log.exists)
+
+    @property
+    def healthy(self) -> bool:
+        health = self.answer("/health")
+        return self.port_open and health is not None and health.status == 200
+
+    # ------------------------------------------------------------------ progress
+    @cached_property
+    def read_rate(self) -> float:
+        """Bytes a second that the schedulers read, from disk or cache."""
+        total = sum(max(p.rchar_delta, p.read_bytes_delta) for p in self.schedulers)
+        return total / max(self.evidence.seconds, 0.001)
+
+    @cached_property
+    def compilers(self) -> list[ProcessFacts]:
+        """Living compiler children that use CPU."""
+        return [p for p in self.evidence.processes if p.role == "compiler" and p.cpu > COMPILER_CPU]
+
+    @cached_property
+    def progress(self) -> list[str]:
+        """What counts as progress between the samples, in words; empty: nothing moved."""
+        found, log = [], self.evidence.log
+        if log.forwards:
+            found.append(f"{log.forwards} batches were logged between the samples")
+        elif log.news:
+            found.append(f"the log has {log.news} new lines that are no repetition")
+        seconds = self.evidence.seconds
+        for process in self.members:
+            name = process.label or process.role
+            if process.rchar_delta > RCHAR_RATE * seconds or process.read_bytes_delta > READ_RATE * seconds:
+                read = max(process.rchar_delta, process.read_bytes_delta)
+                found.append(f"{name} read {size(read)} in {seconds:.0f} s")
+            if process.rss_delta > RSS_RATE * seconds:
+                found.append(f"{name} grew by {size(process.rss_delta)} of memory")
+        return found
+
+    @cached_property
+    def silence(self) -> tuple[float, float]:
+        """Seconds without progress as far as anybody knows, and the seconds that are allowed."""
+        watch, log = self.evidence.watch, self.evidence.log
+        if watch and watch.patience:
+            return watch.idle_seconds, watch.patience
+        quiet = log.quiet_seconds if log.exists and log.bytes else self.evidence.uptime
+        given = getattr(watch.patiences, self.phase) if watch and watch.patiences else SILENCE
+        return quiet, given
+
+    @property
+    def within_patience(self) -> bool:
+        quiet, allowed = self.silence
+        return quiet < allowed
+
+    @cached_property
+    def bar(self) -> str:
+        """The last progress bar, for instance "3/14, 00:40 left"; empty when there is none."""
+        for line in reversed(self.evidence.log.tail):
+            matches = list(_BAR.finditer(line))
+            if matches:
+                last = matches[-1]
+                left = "" if "?" in last["left"] else f", {last['left']} left by its own estimate"
+                return f"{last['done']} of {last['total']}{left}"
+        return ""
+
+    # ------------------------------------------------------------------ where ranks are
+    def stack(self, process: ProcessFacts) -> Stack | None:
+        return next((s for s in self.evidence.stacks if s.pid == process.pid), None)
+
+    def trace(self, process: ProcessFacts) -> Trace | None:
+        return next((t for t in self.evidence.traces if t.pid == process.pid), None)
+
+    @cached_property
+    def spins(self) -> list[Spin]:
+        """Ranks that spin, with what shows it."""
+        return [self._spin(p) for p in self.schedulers if is_spinning(p)]
+
+    @cached_property
+    def blocked(self) -> list[ProcessFacts]:
+        """Ranks whose main thread sleeps and is not woken."""
+        return [p for p in self.schedulers if is_blocked(p)]
+
+    def _spin(self, process: ProcessFacts) -> Spin:
+        assert process.main is not None
+        main, stack, trace = process.main, self.stack(process), self.trace(process)
+        facts = [
+            f"{process.label} main thread: {main.cpu:.0%} of a core ({main.user_share:.0%} user), "
+            f"{main.voluntary:.0f} voluntary switches a second, no system call in progress"
+        ]
+        calls = sum(c.count for c in trace.calls if c.main) if trace else 0
+        names = {c.name for c in trace.calls if c.main} if trace else set()
+        if trace:
+            seen = ", ".join(sorted(names)) if calls else "not one"
+            facts.append(
+                f"{process.label} main thread: {calls} system calls in {trace.seconds:.0f} s of strace ({seen})"
+            )
+        if stack and stack.frames:
+            facts.append(f"{process.label} is at {stack.frames[0]}, {stack.state}, called from {_callers(stack)}")
+        if names & {"ioctl", "sched_yield"} or (
+            stack and "gil" not in stack.state and stack.state.startswith("active")
+        ):
+            kind = "gpu"
+        elif stack and "gil" in stack.state:
+            kind = "python"
+        else:
+            kind = "unknown"
+        return Spin(process, kind, tuple(facts))
+
+
+def _callers(stack: Stack) -> str:
+    return " < ".join(frame.split(" (")[0] for frame in stack.frames[1:4]) or "nothing"
+
+
+def is_spinning(process: ProcessFacts) -> bool:
+    """One core busy in the main thread, and it never yields."""
+    main = process.main
+    if main is None or main.voluntary >= FEW_SWITCHES or process.state in "TtZX":
+        return False
+    return main.cpu >= SPIN_CPU or (main.demand >= SPIN_CPU and main.cpu >= BLOCKED_CPU)
+
+
+def is_blocked(process: ProcessFacts) -> bool:
+    """The main thread sleeps all the time."""
+    main = process.main
+    return main is not None and main.cpu < BLOCKED_CPU and main.voluntary < FEW_SWITCHES and process.state not in "TtZX"
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,116 @@
+"""A host as tasks see it: the agent's verbs, and nothing of how they get there."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import invoke
+
+from fleetdump.agent.protocol import Request, from_json, to_json
+from fleetdump.fleet.bundle import bundle
+from fleetdump.fleet.call import Agent, Handlers, OnBlob, OnEvent, call
+from fleetdump.fleet.connection import open_connection
+from fleetdump.fleet.hostkeys import KnownHosts, own_file
+from fleetdump.fleet.process import LocalTransport, SshTransport, Transport
+
+if TYPE_CHECKING:
+    from fleetdump.inventory import HostConfig
+
+R = TypeVar("R")
+
+CALLS_AT_ONCE = 8
+"""OpenSSH allows ten sessions on one connection (MaxSessions)."""
+
+
+@dataclass(frozen=True)
+class ConnectOptions:
+    """``accept_new`` remembers unknown host keys in ``known_hosts`` (by default fleetdump's own file); changed keys are
+    refused always. ``operator`` (user@machine) goes into locks and audit lines on the host."""
+
+    accept_new: bool = False
+    operator: str = ""
+    known_hosts: Path | None = None
+
+
+class Host(invoke.Context):  # type: ignore[misc]
+    """An open way to one host. It is an ``invoke.Context`` so that ``@task`` functions take it; ``config`` is the
+    host's entry of the inventory. Close it, or use it as a context manager."""
+
+    def __init__(self, config: HostConfig, transport: Transport, operator: str = ""):
+        super().__init__()
+        self._set(
+            _host=config,
+            _operator=operator,
+            _slots=threading.BoundedSemaphore(CALLS_AT_ONCE),
+            _agent=Agent(
+                where=config.name,
+                command=(*config.exec_prefix, config.agent_python),
+                transport=transport,
+                bundle=bundle(),
+            ),
+        )
+
+    @property
+    def config(self) -> HostConfig:
+        """The host's entry of the inventory."""
+        return self._host  # type: ignore[no-any-return]
+
+    def call(
+        self,
+        args: Any,
+        result: type[R],
+        *,
+        verb: str,
+        on_event: OnEvent | None = None,
+        body: Collection[str] | None = None,
+        blob: OnBlob | None = None,
+        deadline: float = 60.0,
+    ) -> R:
+        """Run ``verb`` with the message ``args`` and return its ``result`` message.
+
+        ``on_event`` gets each event frame as it comes; ``body`` is sent as lines of JSON; ``blob`` gets the frame and
+        the bytes of each blob. The agent ends itself after ``deadline`` seconds. Several threads may call at once.
+        Raises ``HostError`` (with the agent's ``code``), ``LockedError``, or ``UnreachableError``, at most 5 s after
+        the deadline.
+        """
+        request = Request(
+            verb=verb,
+            args=to_json(args),
+            state_dir=self.config.state_dir,
+            deadline=deadline,
+            operator=self._operator,
+            body_lines=len(body or ()),
+        )
+        with self._slots:
+            data = call(self._agent, request, body or (), Handlers(on_event, blob))
+        return from_json(result, data)
+
+    def close(self) -> None:
+        """Close the connection; calls that are under way fail."""
+        self._agent.transport.close()
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def connect(config: HostConfig, options: ConnectOptions | None = None) -> Host:
+    """Open the way to a host; raises ``UnreachableError`` with cause and next step."""
+    options = options or ConnectOptions()
+    if config.connection == "local":
+        return Host(config, LocalTransport(), options.operator)
+    known = _known_hosts(options.known_hosts or own_file())
+    connection = open_connection(config, known=known, accept_new=options.accept_new)
+    return Host(config, SshTransport(connection), options.operator)
+
+
+@functools.cache
+def _known_hosts(file: Path) -> KnownHosts:
+    return KnownHosts(file)

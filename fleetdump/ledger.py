@@ -1,0 +1,309 @@
+"""The controller's index of a run, ``runs/<run>/ledger.sqlite``: what was given to which server, what came back.
+
+The hosts' manifests are the truth; the ledger can be rebuilt from them. SQLite in WAL mode, one writer process. A
+``Ledger`` may be used by several threads. All SQL of the project stands in this file.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleetdump.agent.formats import ManifestLine, RejectedLine
+from fleetdump.agent.protocol import ShardInfo
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS samples(
+  position INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, digest TEXT NOT NULL DEFAULT '',
+  home_host TEXT NOT NULL DEFAULT '', home_server TEXT NOT NULL DEFAULT '',
+  host TEXT NOT NULL DEFAULT '', server TEXT NOT NULL DEFAULT '', state TEXT NOT NULL DEFAULT 'planned',
+  tokens INTEGER NOT NULL DEFAULT 0, supervised INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', line TEXT);
+CREATE INDEX IF NOT EXISTS samples_by_share ON samples(host, server, position);
+CREATE TABLE IF NOT EXISTS shares(
+  host TEXT NOT NULL, server TEXT NOT NULL, sha256 TEXT NOT NULL DEFAULT '', submitted_at REAL NOT NULL DEFAULT 0,
+  offset INTEGER NOT NULL DEFAULT 0, rejected_offset INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY(host, server)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS shards(
+  host TEXT NOT NULL, name TEXT NOT NULL, kind TEXT NOT NULL, bytes INTEGER NOT NULL, sha256 TEXT NOT NULL,
+  pulled INTEGER NOT NULL DEFAULT 0, verified INTEGER NOT NULL DEFAULT 0, PRIMARY KEY(host, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sample_shards(
+  id TEXT NOT NULL, host TEXT NOT NULL, server TEXT NOT NULL, shard TEXT NOT NULL,
+  PRIMARY KEY(id, host, server, shard)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS broken_rows(line INTEGER PRIMARY KEY, reason TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS duplicates(
+  id TEXT NOT NULL, host TEXT NOT NULL, server TEXT NOT NULL, PRIMARY KEY(id, host, server)) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A sample of the data set and the server it is given to. ``digest`` is of the row's content, ``tokens`` an
+    estimate."""
+
+    id: str
+    digest: str
+    host: str
+    server: str
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ShareRow:
+    """One server's share: identity, and how far its manifest and rejects have been read (bytes)."""
+
+    host: str
+    server: str
+    sha256: str
+    submitted_at: float
+    offset: int
+    rejected_offset: int
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A sample that exists: where it lies and its manifest line as text."""
+
+    id: str
+    host: str
+    server: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts of samples: ``expected`` are all rows of the data set, ``rejected`` those that no host was given (broken)
+    or that a host refused; ``lost`` are neither delivered nor rejected."""
+
+    expected: int
+    delivered: int
+    rejected: int
+    duplicated: int
+
+    @property
+    def lost(self) -> int:
+        return self.expected - self.delivered - self.rejected
+
+
+class Ledger:
+    """One run's ledger. A context manager; closing it twice is harmless."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30.0)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.executescript(SCHEMA)
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Everything inside happens, or nothing does."""
+        with self._lock:
+            if self._db.in_transaction:
+                yield
+                return
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    # ------------------------------------------------------------------ plan
+    def plan(
+        self, samples: Iterable[Planned], shares: Iterable[tuple[str, str, str]], broken: Iterable[tuple[int, str]] = ()
+    ) -> None:
+        """Record a new run: its samples in the data set's order, (host, server, sha256) of each share, and (line,
+        reason) of each row that no host is given."""
+        with self.transaction():
+            self._db.executemany(
+                "INSERT INTO samples(id, digest, home_host, home_server, tokens) VALUES (?,?,?,?,?)",
+                ((s.id, s.digest, s.host, s.server, s.tokens) for s in samples),
+            )
+            self._db.executemany("INSERT INTO shares(host, server, sha256) VALUES (?,?,?)", shares)
+            self._db.executemany("INSERT INTO broken_rows VALUES (?,?)", broken)
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('planned', '1')")
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the data set is known: a ledger rebuilt from hosts alone does not know what is still to come."""
+        return self._one("SELECT count(*) FROM meta WHERE key = 'planned'") > 0
+
+    def assignments(self) -> list[Planned]:
+        """All samples as planned, in the data set's order."""
+        rows = self._all("SELECT id, digest, home_host, home_server, tokens FROM samples ORDER BY position")
+        return [Planned(*row) for row in rows]
+
+    def homes(self) -> dict[str, tuple[str, str]]:
+        """(host, server) that each sample was given to."""
+        rows = self._all("SELECT id, home_host, home_server FROM samples")
+        return {sample: (host, server) for sample, host, server in rows}
+
+    def shares(self, host: str = "") -> list[ShareRow]:
+        """The shares, of one host or of all."""
+        sql = "SELECT host, server, sha256, submitted_at, offset, rejected_offset FROM shares"
+        rows = self._all(f"{sql} WHERE ? IN ('', host) ORDER BY host, server", host)
+        return [ShareRow(*row) for row in rows]
+
+    def add_share(self, host: str, server: str) -> None:
+        """A share that a host has and this ledger did not know."""
+        self._run("INSERT OR IGNORE INTO shares(host, server) VALUES (?,?)", host, server)
+
+    def submitted(self, host: str, server: str) -> None:
+        """The host has taken in the share."""
+        self._run("UPDATE shares SET submitted_at = ? WHERE host = ? AND server = ?", time.time(), host, server)
+
+    # ------------------------------------------------------------------ what comes back
+    def knows(self, sample_id: str) -> bool:
+        """Whether the data set has that sample."""
+        return self._one("SELECT count(*) FROM samples WHERE id = ?", sample_id) > 0
+
+    def deliver(self, host: str, line: ManifestLine, text: str) -> bool:
+        """Take in a manifest line. False: the sample was delivered before by another line; the first is kept and the
+        duplicate is counted. The same line again changes nothing."""
+        with self.transaction():
+            self._db.executemany(
+                "INSERT OR IGNORE INTO sample_shards VALUES (?,?,?,?)",
+                [(line.id, host, line.server, shard) for shard in _shards_of(line)],
+            )
+            first = self._row("SELECT host, server, line FROM samples WHERE id = ? AND state = 'delivered'", line.id)
+            if first is not None and first != (host, line.server, text):
+                self._run("INSERT OR IGNORE INTO duplicates VALUES (?,?,?)", line.id, host, line.server)
+                return False
+            self._run(
+                "INSERT INTO samples(id, host, server, state, tokens, supervised, line) "
+                "VALUES (?,?,?,'delivered',?,?,?) "
+                "ON CONFLICT(id) DO UPDATE SET host = excluded.host, server = excluded.server, state = 'delivered', "
+                "tokens = excluded.tokens, supervised = excluded.supervised, line = excluded.line, reason = ''",
+                *(line.id, host, line.server, line.tokens, line.supervised, text),
+            )
+        return True
+
+    def reject(self, host: str, line: RejectedLine) -> None:
+        """Take in a reject; a sample that was delivered stays delivered."""
+        self._run(
+            "INSERT INTO samples(id, host, server, state, reason) VALUES (?,?,?,'rejected',?) "
+            "ON CONFLICT(id) DO UPDATE SET state = 'rejected', reason = excluded.reason WHERE state != 'delivered'",
+            *(line.id, host, line.server, f"{line.reason}: {line.detail}"),
+        )
+
+    def advance(self, host: str, server: str, offset: int, rejected_offset: int) -> None:
+        """Manifest and rejects of the share have been read up to these bytes."""
+        self._run(
+            "UPDATE shares SET offset = ?, rejected_offset = ? WHERE host = ? AND server = ?",
+            *(offset, rejected_offset, host, server),
+        )
+
+    def rebuild(self) -> None:
+        """Start over from the hosts' manifests: the plan stays, what came back is to be read again."""
+        with self.transaction():
+            self._run("UPDATE samples SET state = 'planned', line = NULL, reason = '' WHERE state = 'delivered'")
+            self._run("UPDATE shares SET offset = 0, rejected_offset = 0")
+            self._run("DELETE FROM sample_shards")
+            self._run("DELETE FROM duplicates")
+
+    # ------------------------------------------------------------------ answers
+    def totals(self) -> Totals:
+        """Counts over the run."""
+        states: dict[str, int] = dict(self._all("SELECT state, count(*) FROM samples GROUP BY state"))
+        broken = self._one("SELECT count(*) FROM broken_rows")
+        return Totals(
+            expected=sum(states.values()) + broken,
+            delivered=states.get("delivered", 0),
+            rejected=states.get("rejected", 0) + broken,
+            duplicated=self._one("SELECT count(*) FROM duplicates"),
+        )
+
+    def delivered(self, host: str = "") -> Iterator[Delivered]:
+        """Delivered samples in the data set's order, of one host or of all."""
+        sql = (
+            "SELECT id, host, server, line FROM samples WHERE state = 'delivered' AND ? IN ('', host) ORDER BY position"
+        )
+        for row in self._all(sql, host):
+            yield Delivered(*row)
+
+    def lost(self, limit: int = 20) -> list[tuple[str, str, str]]:
+        """(id, host, server) of samples that are neither delivered nor rejected."""
+        sql = "SELECT id, home_host, home_server FROM samples WHERE state = 'planned' ORDER BY position LIMIT ?"
+        return [(str(a), str(b), str(c)) for a, b, c in self._all(sql, limit)]
+
+    def rejected(self) -> list[tuple[str, str]]:
+        """(id, reason) of every rejected sample in the data set's order, broken rows first as ``line N``."""
+        broken = self._all("SELECT 'line ' || line, reason FROM broken_rows ORDER BY line")
+        return [*broken, *self._all("SELECT id, reason FROM samples WHERE state = 'rejected' ORDER BY position")]
+
+    # ------------------------------------------------------------------ shards
+    def needed_shards(self, host: str) -> set[str]:
+        """Names of the shards on ``host`` that kept samples lie in."""
+        sql = (
+            "SELECT DISTINCT shard FROM sample_shards JOIN samples USING(id, host, server) "
+            "WHERE host = ? AND state = 'delivered'"
+        )
+        return {str(row[0]) for row in self._all(sql, host)}
+
+    def put_shard(self, host: str, shard: ShardInfo) -> None:
+        """Remember a shard of a host."""
+        self._run(
+            "INSERT INTO shards(host, name, kind, bytes, sha256) VALUES (?,?,?,?,?) ON CONFLICT(host, name) DO UPDATE "
+            "SET kind = excluded.kind, bytes = excluded.bytes, sha256 = excluded.sha256",
+            *(host, shard.name, shard.kind, shard.bytes, shard.sha256),
+        )
+
+    def pulled(self, host: str, name: str, verified: bool) -> None:
+        """The shard lies here; ``verified``: every byte that a manifest line names is right."""
+        self._run("UPDATE shards SET pulled = 1, verified = ? WHERE host = ? AND name = ?", int(verified), host, name)
+
+    def is_verified(self, host: str, name: str) -> bool:
+        """Whether the shard was pulled and found right."""
+        return self._one("SELECT count(*) FROM shards WHERE host = ? AND name = ? AND verified = 1", host, name) > 0
+
+    def collected(self, host: str, server: str) -> int:
+        """Samples of that share whose bytes lie here, verified, or that were delivered by another share too."""
+        kept = self._one(
+            "SELECT count(*) FROM samples s WHERE host = ? AND server = ? AND state = 'delivered' AND NOT EXISTS ("
+            "SELECT 1 FROM sample_shards r LEFT JOIN shards h ON h.host = r.host AND h.name = r.shard "
+            "WHERE r.id = s.id AND r.host = s.host AND r.server = s.server AND coalesce(h.verified, 0) = 0)",
+            *(host, server),
+        )
+        elsewhere = self._one("SELECT count(*) FROM duplicates WHERE host = ? AND server = ?", host, server)
+        return kept + elsewhere
+
+    # ------------------------------------------------------------------ plumbing
+    def _run(self, sql: str, *values: object) -> None:
+        with self._lock:
+            self._db.execute(sql, values)
+
+    def _all(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._db.execute(sql, values).fetchall()
+
+    def _row(self, sql: str, *values: object) -> tuple[Any, ...] | None:
+        rows = self._all(sql, *values)
+        return rows[0] if rows else None
+
+    def _one(self, sql: str, *values: object) -> int:
+        row = self._row(sql, *values)
+        return int(str(row[0])) if row else 0
+
+
+def _shards_of(line: ManifestLine) -> Sequence[str]:
+    return [*dict.fromkeys(piece.shard for piece in line.pieces), line.token_shard.shard]

@@ -1,0 +1,250 @@
+"""Patch directories: where a patch is found, and ``patch.yaml`` turned into a ``protocol.PatchSpec``.
+
+``patch.yaml``::
+
+    name: hidden-states
+    version: "1"
+    description: What it does, in a sentence.
+    mark: FLEETDUMP_TAP ready           # each rank logs it before the server counts as ready; optional
+    captures: true                      # it writes hidden states; default false
+    files: [fleetdump_tap.py]           # of this directory, put beside the engine's package
+    server_args: [--disable-radix-cache]
+    edits:
+      - module: sglang.srt.models.deepseek_v2
+        class: DeepseekV2Model
+        method: forward
+        first_release: 0.5.10           # both ends optional
+        last_release: 0.5.20
+        verified: [0.5.20]
+        present: [hidden_states]        # locals the method must assign ...
+        absent: [aux]                   # ... and must not
+        insertions:
+          - at: loop-head               # module-imports, method-head, loop-head or after-loop
+            lines: ["tap.enter(i, hidden_states, residual)"]
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib.resources
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from yaml.nodes import Node
+
+from fleetdump.agent.protocol import Edit, Insertion, PatchSpec, to_json
+from fleetdump.errors import UsageError
+from fleetdump.suggest import did_you_mean
+from fleetdump.yamlmarks import Mistake, Reader, Schema, Wrong, YamlError
+
+PATCH_FILE = "patch.yaml"
+PLACES = ("module-imports", "method-head", "loop-head", "after-loop")
+MAX_PATCH_FILE_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+_RELEASE = re.compile(r"[0-9]+(\.[0-9]+)*((a|b|rc|\.post|\.dev)[0-9]+)*\Z")
+
+
+class PatchError(YamlError):
+    """A patch directory with mistakes; ``mistakes`` has all of them."""
+
+    def __init__(self, path: Path, mistakes: list[Mistake]):
+        super().__init__(path, "patch", mistakes, f"correct it; patches/hidden-states/{PATCH_FILE} is an example")
+
+
+def find_patch(name_or_path: str) -> Path:
+    """The patch directory: a path (anything with a slash), or a name in ``./patches`` or among the packaged ones.
+
+    Raises ``UsageError`` naming the nearest patch.
+    """
+    if "/" in name_or_path:
+        directory = Path(os.path.expanduser(name_or_path))
+        if not (directory / PATCH_FILE).is_file():
+            raise UsageError(
+                "no patch there", str(directory), f"it has no {PATCH_FILE}", "give a patch directory or name"
+            )
+        return directory
+    known = dict(_known_patches())
+    if name_or_path not in known:
+        raise UsageError(
+            f"no patch is called {name_or_path!r}{did_you_mean(name_or_path, known)}",
+            why="looked in ./patches and among fleetdump's own",
+            next_step="give one of these names, or the path of a patch directory",
+        )
+    return known[name_or_path]
+
+
+def _known_patches() -> Iterator[tuple[str, Path]]:
+    """Name and directory of each; a later one of the same name wins, so the user's own come last."""
+    for root in _patch_roots():
+        for patch_file in sorted(root.glob(f"*/{PATCH_FILE}")):
+            yield patch_file.parent.name, patch_file.parent
+
+
+def _patch_roots() -> Iterator[Path]:
+    package = Path(str(importlib.resources.files("fleetdump")))
+    yield package / "_data" / "patches"
+    if (package.parent / "pyproject.toml").is_file():  # a source checkout
+        yield package.parent / "patches"
+    yield Path("patches")
+
+
+def load_patch(path: Path) -> PatchSpec:
+    """Read a patch directory. Raises ``PatchError`` with every mistake, each with its line in ``patch.yaml``."""
+    reader = Reader(path / PATCH_FILE)
+    values: dict[str, Any] = {}
+    root = reader.document()
+    if root is not None:
+        with contextlib.suppress(Wrong):
+            values = reader.fields(root, "", _PATCH, required=("name", "version", "edits"))
+    if reader.mistakes:
+        raise PatchError(reader.path, reader.mistakes)
+    values.pop("description", None)
+    return PatchSpec(sha256=patch_sha256(values["edits"], values.get("files", {})), **values)
+
+
+def patch_sha256(edits: list[Edit], files: dict[str, str]) -> str:
+    """The identity of a patch: SHA-256 over the canonical JSON of its edits and files."""
+    text = json.dumps({"edits": to_json(edits), "files": files}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --------------------------------------------------------------------------- parsers of patch.yaml
+def _name(reader: Reader, node: Node, what: str) -> str:
+    value = reader.text(node, what)
+    if not _NAME.match(value):
+        reader.fail(node, f"{what}: {value!r} is not a name (letters, digits, '.', '_', '-')")
+    return value
+
+
+def _identifier(reader: Reader, node: Node, what: str) -> str:
+    value = reader.text(node, what)
+    if not value.isidentifier():
+        reader.fail(node, f"{what}: {value!r} is not a Python name")
+    return value
+
+
+def _module(reader: Reader, node: Node, what: str) -> str:
+    value = reader.text(node, what)
+    if not all(part.isidentifier() for part in value.split(".")):
+        reader.fail(node, f"{what}: {value!r} is not a dotted module name")
+    return value
+
+
+def _release(reader: Reader, node: Node, what: str) -> str:
+    value = reader.text(node, what)
+    if not _RELEASE.match(value):
+        reader.fail(node, f"{what}: {value!r} is not a release such as 0.5.20")
+    return value
+
+
+def _place(reader: Reader, node: Node, what: str) -> str:
+    return reader.choice(node, what, PLACES)
+
+
+def _code_line(reader: Reader, node: Node, what: str) -> str:
+    value = reader.raw_text(node, what)
+    if "\n" in value or "\r" in value:
+        reader.fail(node, f"{what}: one line of Python each")
+    return value
+
+
+def _code(reader: Reader, node: Node, what: str) -> list[str]:
+    lines = reader.list_of(_code_line, node, what)
+    if not lines:
+        reader.fail(node, f"{what}: has no line")
+    try:
+        ast.parse("\n".join(lines))
+    except (SyntaxError, ValueError) as error:
+        reader.fail(node, f"{what}: not Python: {error}")
+    return lines
+
+
+def _identifiers(reader: Reader, node: Node, what: str) -> list[str]:
+    return reader.list_of(_identifier, node, what)
+
+
+def _releases(reader: Reader, node: Node, what: str) -> list[str]:
+    return reader.list_of(_release, node, what)
+
+
+def _texts(reader: Reader, node: Node, what: str) -> list[str]:
+    return reader.list_of(Reader.text, node, what)
+
+
+def _patch_file(reader: Reader, node: Node, what: str) -> tuple[str, str]:
+    name = _name(reader, node, what)
+    if name == PATCH_FILE:
+        reader.fail(node, f"{what}: {PATCH_FILE} itself is not installed")
+    try:
+        data = (reader.path.parent / name).read_bytes()
+        if len(data) > MAX_PATCH_FILE_BYTES:
+            reader.fail(node, f"{what}: {name} is larger than {MAX_PATCH_FILE_BYTES >> 20} MiB")
+        return name, data.decode()
+    except OSError as error:
+        reader.fail(node, f"{what}: {name} cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        reader.fail(node, f"{what}: {name} is not UTF-8 text")
+
+
+def _files(reader: Reader, node: Node, what: str) -> dict[str, str]:
+    return dict(reader.list_of(_patch_file, node, what))
+
+
+def _insertion(reader: Reader, node: Node, what: str) -> Insertion:
+    values = reader.fields(node, what, _INSERTION, required=_INSERTION)
+    if len(values) < len(_INSERTION):
+        raise Wrong
+    return Insertion(**values)
+
+
+def _insertions(reader: Reader, node: Node, what: str) -> list[Insertion]:
+    insertions = reader.list_of(_insertion, node, what)
+    if not reader.items(node, what):
+        reader.fail(node, f"{what}: has no insertion")
+    return insertions
+
+
+def _edit(reader: Reader, node: Node, what: str) -> Edit:
+    required = ("module", "class", "method", "insertions")
+    values = reader.fields(node, what, _EDIT, required=required)
+    if not all(key in values for key in required):
+        raise Wrong
+    values["class_name"] = values.pop("class")
+    return Edit(**values)
+
+
+def _edits(reader: Reader, node: Node, what: str) -> list[Edit]:
+    edits = reader.list_of(_edit, node, what)
+    if not reader.items(node, what):
+        reader.fail(node, f"{what}: has no edit")
+    return edits
+
+
+_INSERTION: Schema = {"at": _place, "lines": _code}
+_EDIT: Schema = {
+    "module": _module,
+    "class": _identifier,
+    "method": _identifier,
+    "first_release": _release,
+    "last_release": _release,
+    "verified": _releases,
+    "present": _identifiers,
+    "absent": _identifiers,
+    "insertions": _insertions,
+}
+_PATCH: Schema = {
+    "name": _name,
+    "version": Reader.text,
+    "description": Reader.raw_text,
+    "mark": Reader.text,
+    "captures": Reader.boolean,
+    "files": _files,
+    "server_args": _texts,
+    "edits": _edits,
+}

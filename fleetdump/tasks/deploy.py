@@ -1,0 +1,277 @@
+"""``fleetdump deploy``: patch, launch, watch, self-check; on a stall evidence, verdict, and what the user chose.
+
+What to do is a value (``DeployPlan``) made by the command line; what happened is a value too (``DeployReport``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fleetdump.agent.evidence_types import Evidence
+from fleetdump.agent.protocol import (
+    EvidenceArgs,
+    EvidenceResult,
+    HealthyProfile,
+    LaunchArgs,
+    LaunchResult,
+    PatchArgs,
+    PatchResult,
+    PatchSpec,
+    ProbeResult,
+    RevertArgs,
+    RevertResult,
+    SelfCheckArgs,
+    SelfCheckResult,
+    ServerSpec,
+    StatusArgs,
+    StatusResult,
+    StopArgs,
+    StopResult,
+    WatchArgs,
+    WatchResult,
+    from_json,
+)
+from fleetdump.diagnosis import Verdict, diagnose
+from fleetdump.errors import ExitCode, FleetdumpError, HostError
+from fleetdump.fleet import Host
+from fleetdump.inventory import resolve_secrets
+from fleetdump.tasks._task import task
+from fleetdump.tasks.check import check
+
+OnStall = Literal["keep", "stop", "revert"]
+Event = Callable[[dict[str, Any]], None]
+PATCH_DEADLINE = 120.0
+LAUNCH_DEADLINE = 120.0
+STOP_GRACE = 30.0
+EVIDENCE_DEADLINE = 120.0
+SELFCHECK_DEADLINE = 300.0
+WATCH_LIMIT = 6 * 3600.0
+"""A start that still makes progress is waited for this long: the biggest checkpoints take over an hour."""
+
+
+@dataclass(frozen=True)
+class DeployPlan:
+    """What is wanted: a patch (None: the engine as shipped), and how to act on what is in the way."""
+
+    patch: PatchSpec | None
+    replace: bool = False
+    on_stall: OnStall = "keep"
+    selfcheck: bool = True
+
+
+@dataclass
+class ServerReport:
+    """How one server's start went. ``outcome`` is that of ``WatchResult``, or ``selfcheck_failed``."""
+
+    server: str
+    outcome: str
+    phase: str = ""
+    seconds: float = 0.0
+    lines: int = 0
+    idle_seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    healthy: HealthyProfile | None = None
+    reused: bool = False
+    log: str = ""
+    log_tail: list[str] = field(default_factory=list)
+    detail: str = ""
+    verdicts: list[Verdict] = field(default_factory=list)
+    evidence_dir: str = ""
+    selfcheck: SelfCheckResult | None = None
+
+
+@dataclass
+class DeployReport:
+    """What one host's deploy did, and how each server came up."""
+
+    patch: str = ""
+    patch_changed: bool = False
+    patch_verified: bool = True
+    engine: str = ""
+    stopped: list[str] = field(default_factory=list)
+    servers: list[ServerReport] = field(default_factory=list)
+    reverted: bool = False
+
+    def exit_code(self) -> ExitCode:
+        """4 when a stall was diagnosed, 1 when a server is not ready for another reason, else 0."""
+        outcomes = {report.outcome for report in self.servers}
+        if "stall" in outcomes:
+            return ExitCode.STALL
+        return ExitCode.OK if outcomes <= {"ready"} else ExitCode.FAILED
+
+
+@task
+def deploy(host: Host, plan: DeployPlan, on_event: Event) -> DeployReport:
+    """Bring every server of the host up as planned; a server that does not come up is in the report, not an exception.
+
+    Raises before anything is touched: ``UsageError`` when the patch captures and the inventory does not say what,
+    ``HostError`` (code ``conflict``) when a server of ours runs in another way and ``plan.replace`` is False,
+    ``HostError`` for what blocks (missing engine, unknown patch state, no disk). Also what ``Host.call`` raises.
+    """
+    if plan.patch is not None and plan.patch.captures:
+        host.config.capture.spec()
+    probe = check(host, plan.patch)
+    _refuse_blockers(host, plan, probe)
+    report = DeployReport(engine=probe.engine)
+    if plan.replace:
+        report.stopped = stop_servers(host, on_event).stopped
+    else:
+        _refuse_running(host, plan)
+    _put_patch(host, plan, report, on_event)
+    launched = [_launch(host, plan, server, on_event) for server in host.config.servers]
+    architecture = probe.model.architecture if probe.model else ""
+    with ThreadPoolExecutor(max_workers=len(launched)) as pool:
+        watches = [pool.submit(_watch, host, plan, result, architecture, on_event) for result in launched]
+        report.servers = [watch.result() for watch in watches]
+    if plan.selfcheck and plan.patch is not None and plan.patch.captures:
+        for server in report.servers:
+            _self_check(host, server, on_event)
+    _act_on_failure(host, plan, report, on_event)
+    return report
+
+
+def stop_servers(host: Host, on_event: Event, servers: list[str] | None = None) -> StopResult:
+    """Stop our servers of the host (all by default)."""
+    on_event({"event": "step", "step": "stop", "text": "stopping our servers"})
+    args = StopArgs(servers=servers or [], grace=STOP_GRACE)
+    return host.call(args, StopResult, verb="stop", deadline=STOP_GRACE * 2 + 30)
+
+
+def revert_patch(host: Host, on_event: Event) -> list[RevertResult]:
+    """Restore every engine of the host's servers, byte for byte."""
+    results = []
+    for python in pythons(host):
+        on_event({"event": "step", "step": "revert", "text": f"reverting the patch of {python}"})
+        results.append(host.call(RevertArgs(python=python), RevertResult, verb="revert", deadline=PATCH_DEADLINE))
+    return results
+
+
+def pythons(host: Host) -> list[str]:
+    """The interpreters of the host's servers, each once, in the inventory's order."""
+    return list(dict.fromkeys(server.python for server in host.config.servers))
+
+
+def _refuse_blockers(host: Host, plan: DeployPlan, probe: ProbeResult) -> None:
+    """A blocked host is left alone. A busy port is not judged here: launch knows whether the server is ours."""
+    del plan
+    blockers = [f for f in probe.findings if f.level == "blocker" and not f.key.startswith("port")]
+    if blockers:
+        first = blockers[0]
+        more = f" (and {len(blockers) - 1} more: fleetdump check lists them)" if len(blockers) > 1 else ""
+        raise HostError(first.text + more, host.config.name, first.key, first.fix, code="blocked")
+
+
+def _refuse_running(host: Host, plan: DeployPlan) -> None:
+    """Without --replace a running server must already be as wanted: patching under it would leave a mixture."""
+    wanted = plan.patch.sha256 if plan.patch else ""
+    status = host.call(StatusArgs(), StatusResult, verb="status")
+    names = {server.name for server in host.config.servers}
+    for server in status.servers:
+        alive = server.state in ("starting", "ready")
+        if alive and server.name in names and server.patch != wanted:
+            raise HostError(
+                f"server {server.name} is running (pid {server.pid}) with another patch",
+                host.config.name,
+                "changing the engine under a running server would mix two versions",
+                "add --replace to stop it and start it anew, or fleetdump stop first",
+                code="conflict",
+            )
+
+
+def _put_patch(host: Host, plan: DeployPlan, report: DeployReport, on_event: Event) -> None:
+    """The engine as the plan wants it: patched, or as shipped."""
+    if plan.patch is None:
+        report.patch_changed = any(result.changed for result in revert_patch(host, on_event))
+        return
+    report.patch = f"{plan.patch.name}@{plan.patch.version}"
+    for python in pythons(host):
+        on_event({"event": "step", "step": "patch", "text": f"patching with {report.patch}"})
+        result = host.call(
+            PatchArgs(python=python, patch=plan.patch), PatchResult, verb="patch", deadline=PATCH_DEADLINE
+        )
+        report.patch_changed = report.patch_changed or result.changed
+        report.patch_verified = report.patch_verified and result.verified
+
+
+def _launch(host: Host, plan: DeployPlan, server: ServerSpec, on_event: Event) -> LaunchResult:
+    captures = plan.patch is not None and plan.patch.captures
+    on_event({"event": "step", "step": "launch", "server": server.name, "text": f"launching {server.name}"})
+    args = LaunchArgs(
+        server=resolve_secrets(server),
+        patch=plan.patch,
+        capture=host.config.capture.spec() if captures else None,
+        replace=plan.replace,
+    )
+    return host.call(args, LaunchResult, verb="launch", deadline=LAUNCH_DEADLINE)
+
+
+def _watch(host: Host, plan: DeployPlan, launched: LaunchResult, architecture: str, on_event: Event) -> ServerReport:
+    name = launched.state.name
+    spec = next(server for server in host.config.servers if server.name == name)
+    args = WatchArgs(
+        server=name,
+        patience=host.config.patience,
+        ranks=spec.tp,
+        mark=plan.patch.mark if plan.patch else "",
+        expect_class=architecture,
+        until=WATCH_LIMIT,
+    )
+    result = host.call(args, WatchResult, verb="watch", on_event=on_event, deadline=WATCH_LIMIT + 300)
+    report = ServerReport(
+        server=name,
+        outcome=result.outcome,
+        phase=result.phase,
+        seconds=result.seconds,
+        lines=result.lines,
+        idle_seconds=result.idle_seconds,
+        phase_seconds=result.phase_seconds,
+        healthy=result.healthy,
+        reused=launched.reused,
+        log=launched.log,
+        log_tail=result.log_tail,
+        detail=result.detail,
+        evidence_dir=result.evidence_dir,
+    )
+    if result.outcome != "ready":
+        on_event({"event": "step", "step": "diagnose", "server": name, "text": f"{name}: {result.outcome}; diagnosing"})
+        _diagnose(host, report, result)
+    return report
+
+
+def _diagnose(host: Host, report: ServerReport, result: WatchResult) -> None:
+    """Verdicts from the evidence that the watch took, or, for a dead server, from what can still be read."""
+    evidence = result.evidence
+    if evidence is None:
+        try:
+            taken = host.call(
+                EvidenceArgs(server=report.server), EvidenceResult, verb="evidence", deadline=EVIDENCE_DEADLINE
+            )
+        except FleetdumpError as error:
+            report.detail = f"{report.detail}; no evidence: {error}".lstrip("; ")
+            return
+        evidence, report.evidence_dir = taken.evidence, taken.evidence_dir
+    report.verdicts = diagnose(from_json(Evidence, evidence))
+
+
+def _self_check(host: Host, report: ServerReport, on_event: Event) -> None:
+    if report.outcome != "ready":
+        return
+    on_event({"event": "step", "step": "selfcheck", "server": report.server, "text": f"self-check of {report.server}"})
+    args = SelfCheckArgs(server=report.server, capture=host.config.capture.spec())
+    report.selfcheck = host.call(args, SelfCheckResult, verb="selfcheck", deadline=SELFCHECK_DEADLINE)
+    if not report.selfcheck.passed:
+        report.outcome = "selfcheck_failed"
+        report.detail = report.selfcheck.detail
+
+
+def _act_on_failure(host: Host, plan: DeployPlan, report: DeployReport, on_event: Event) -> None:
+    """--on-stall: keep for a look by hand, stop, or stop and revert. The evidence is already taken."""
+    bad = [server.server for server in report.servers if server.outcome != "ready"]
+    if not bad or plan.on_stall == "keep":
+        return
+    stop_servers(host, on_event, [server.name for server in host.config.servers])
+    if plan.on_stall == "revert" and plan.patch is not None:
+        report.reverted = all(r.after.state in ("clean", "absent") for r in revert_patch(host, on_event))

@@ -1,0 +1,237 @@
+"""``fleetdump extract``: share a data set out over the servers of the fleet, and watch it being worked on.
+
+Three steps, so that the command line stays thin: ``open_run`` decides who gets what (or finds what was decided),
+``submit`` hands a host its shares, ``follow`` watches a host until its shares are done. The hosts work on without us.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fleetdump.agent.formats import RUN_NAME, Row, row_line
+from fleetdump.agent.protocol import (
+    FollowArgs,
+    FollowResult,
+    ProbeArgs,
+    ProbeResult,
+    RunProgress,
+    SubmitArgs,
+    from_json,
+    to_json,
+)
+from fleetdump.dataset.rows import BrokenRow
+from fleetdump.errors import HostError, UsageError
+from fleetdump.fleet import Host
+from fleetdump.inventory import HostConfig
+from fleetdump.ledger import Ledger, Planned
+from fleetdump.tasks._task import task
+
+SUBMIT_DEADLINE = 600.0
+PROBE_DEADLINE = 90.0
+FOLLOW_SECONDS = 7 * 86400.0
+CHARACTERS_PER_TOKEN = 3.5
+TOKENS_PER_MESSAGE = 6
+
+Target = tuple[str, str]
+"""A server of the fleet: (host name, server name)."""
+
+
+@dataclass
+class Share:
+    """One server's share: the rows as lines (``formats.row_line``), and their SHA-256."""
+
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for line in self.lines:
+            digest.update(line.encode())
+        return digest.hexdigest()
+
+
+@dataclass
+class RunPlan:
+    """Who works on what. ``resumed``: the shares are those of an earlier call, ``broken``: rows that no host gets."""
+
+    run: str
+    shares: dict[Target, Share]
+    samples: int
+    broken: list[BrokenRow]
+    resumed: bool
+
+    def of_host(self, host: str) -> dict[str, Share]:
+        """The shares of one host, by server."""
+        return {server: share for (name, server), share in self.shares.items() if name == host}
+
+
+@dataclass(frozen=True)
+class ExtractSettings:
+    """How the samples are worked on. ``max_tokens`` 0: no limit but the server's; ``token_budget``: tokens in flight
+    at one server."""
+
+    max_tokens: int = 0
+    token_budget: int = 32768
+    max_attempts: int = 3
+
+
+def open_run(ledger: Ledger, run: str, rows: Iterable[Row | BrokenRow], targets: Sequence[Target]) -> RunPlan:
+    """Decide who gets what, and record it; for a run that the ledger has, find the shares of before.
+
+    Raises ``UsageError`` for a bad run name, no server, no usable row, and for a run that was begun with other data
+    (the difference is named). New ``targets`` are ignored by a run that has begun: its shares are fixed.
+    """
+    if not RUN_NAME.match(run) or ".." in run:
+        raise UsageError(f"not a name for a run: {run!r}", next_step="use letters, digits, '.', '_' and '-'")
+    good, broken = _read(rows)
+    if not good:
+        raise UsageError("the data has no usable row", why=_first(broken), next_step="look at the rows named above")
+    if ledger.is_planned:
+        return _resume(ledger, run, good, broken)
+    if not targets:
+        raise UsageError("no server to work on the data", next_step="give the hosts servers in the inventory")
+    assigned = balance({row_id: _estimate(row) for row_id, (row, _) in good.items()}, targets)
+    plan = _plan(run, good, broken, assigned, resumed=False)
+    planned = [
+        Planned(row_id, _digest(line), *assigned[row_id], tokens=_estimate(row)) for row_id, (row, line) in good.items()
+    ]
+    shares = [(*target, share.sha256) for target, share in plan.shares.items()]
+    ledger.plan(planned, shares, [(row.line, f"{row.reason}: {row.detail}") for row in broken])
+    return plan
+
+
+def balance(tokens: Mapping[str, int], targets: Sequence[Target]) -> dict[str, Target]:
+    """Give each sample to a server so that the sums of tokens are about equal: the longest first, each to the server
+    with the least so far. The same input gives the same answer."""
+    loads = [(0, n) for n in range(len(targets))]
+    assigned = {}
+    for sample in sorted(tokens, key=lambda sample: -tokens[sample]):
+        load, n = heapq.heappop(loads)
+        assigned[sample] = targets[n]
+        heapq.heappush(loads, (load + tokens[sample], n))
+    return assigned
+
+
+def targets_of(configs: Iterable[HostConfig]) -> list[Target]:
+    """All servers of these hosts."""
+    return [(config.name, server.name) for config in configs for server in config.servers]
+
+
+@task
+def submit(host: Host, plan: RunPlan, settings: ExtractSettings, ledger: Ledger) -> list[RunProgress]:
+    """Hand the host its shares and have its drivers started; submitting again changes nothing but revives drivers.
+    Raises what ``Host.call`` raises, and ``HostError`` when the host cannot say what its engine or model is."""
+    shares = plan.of_host(host.config.name)
+    if not shares:
+        return []
+    facts = _facts(host)
+    states = []
+    for server, share in shares.items():
+        args = SubmitArgs(
+            run=plan.run,
+            server=server,
+            share_sha256=share.sha256,
+            capture=host.config.capture.spec(),
+            max_tokens=settings.max_tokens,
+            token_budget=settings.token_budget,
+            max_attempts=settings.max_attempts,
+            engine=facts.engine,
+            patch_sha256=facts.patch.sha256 if facts.patch else "",
+            model_sha256=facts.model.sha256 if facts.model else "",
+        )
+        states.append(host.call(args, RunProgress, verb="submit", body=share.lines, deadline=SUBMIT_DEADLINE))
+        ledger.submitted(host.config.name, server)
+    return states
+
+
+@task
+def follow(host: Host, run: str, on_progress: Callable[[str, RunProgress], None]) -> list[RunProgress]:
+    """Watch the host's shares of the run until all are done or failed; ``on_progress`` gets the host's name and each
+    share's state every second. Drivers that died are started again."""
+
+    def on_event(event: dict[str, object]) -> None:
+        if event.get("event") == "progress":
+            on_progress(host.config.name, from_json(RunProgress, event["progress"]))
+
+    return host.call(FollowArgs(run), FollowResult, verb="follow", on_event=on_event, deadline=FOLLOW_SECONDS).shares
+
+
+def runs_file(runs_dir: Path, run: str) -> Path:
+    """Where the ledger of ``run`` lies."""
+    return runs_dir / run / "ledger.sqlite"
+
+
+def _read(rows: Iterable[Row | BrokenRow]) -> tuple[dict[str, tuple[Row, str]], list[BrokenRow]]:
+    """Good rows by id with their lines, in order, and the broken ones."""
+    good: dict[str, tuple[Row, str]] = {}
+    broken = []
+    for row in rows:
+        if isinstance(row, BrokenRow):
+            broken.append(row)
+        else:
+            good[row.id] = (row, row_line(to_json(row)).decode())
+    return good, broken
+
+
+def _plan(
+    run: str,
+    good: Mapping[str, tuple[Row, str]],
+    broken: list[BrokenRow],
+    assigned: Mapping[str, Target],
+    resumed: bool,
+) -> RunPlan:
+    shares: dict[Target, Share] = {}
+    for row_id, (_, line) in good.items():
+        shares.setdefault(assigned[row_id], Share()).lines.append(line)
+    return RunPlan(run, shares, len(good), broken, resumed)
+
+
+def _resume(ledger: Ledger, run: str, good: Mapping[str, tuple[Row, str]], broken: list[BrokenRow]) -> RunPlan:
+    before = {sample.id: sample for sample in ledger.assignments()}
+    changed = [row_id for row_id in good if row_id in before and _digest(good[row_id][1]) != before[row_id].digest]
+    added = [row_id for row_id in good if row_id not in before]
+    gone = [row_id for row_id in before if row_id not in good]
+    if changed or added or gone:
+        kinds = (("changed", changed), ("new", added), ("missing", gone))
+        named = [f"{len(ids)} {kind} (first: {ids[0]!r})" for kind, ids in kinds if ids]
+        raise UsageError(
+            f"the data is not what run {run} was begun with",
+            why=f"rows: {', '.join(named)}",
+            next_step="give the same file, or another --run name for other data",
+        )
+    return _plan(run, good, broken, ledger.homes(), resumed=True)
+
+
+def _facts(host: Host) -> ProbeResult:
+    probe = host.call(ProbeArgs(servers=list(host.config.servers)), ProbeResult, verb="probe", deadline=PROBE_DEADLINE)
+    if not probe.engine or probe.model is None:
+        raise HostError(
+            "engine or model cannot be read",
+            host.config.name,
+            "samples must say what they were computed with",
+            "fleetdump check names what is wrong",
+        )
+    return probe
+
+
+def _estimate(row: Row) -> int:
+    """About how many tokens a row has; only for sharing out, the hosts count exactly."""
+    if row.input_ids is not None:
+        return len(row.input_ids)
+    if row.text is not None:
+        return 1 + int(len(row.text) / CHARACTERS_PER_TOKEN)
+    messages = row.messages or []
+    characters = sum(len(str(message.get("content") or "")) for message in messages)
+    return TOKENS_PER_MESSAGE * len(messages) + int(characters / CHARACTERS_PER_TOKEN)
+
+
+def _digest(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()[:16]
+
+
+def _first(broken: Sequence[BrokenRow]) -> str:
+    return f"line {broken[0].line}: {broken[0].reason} {broken[0].detail}".strip() if broken else "it is empty"

@@ -1,0 +1,26 @@
+"""``fleetdump revert``: the engine as it was shipped, byte for byte."""
+
+from __future__ import annotations
+
+from fleetdump.agent.protocol import RevertResult, StatusArgs, StatusResult
+from fleetdump.errors import HostError
+from fleetdump.fleet import Host
+from fleetdump.tasks._task import task
+from fleetdump.tasks.deploy import Event, revert_patch
+
+
+@task
+def revert(host: Host, on_event: Event) -> list[RevertResult]:
+    """Revert every engine of the host; raises ``HostError`` (conflict) while a server of ours runs on it."""
+    status = host.call(StatusArgs(), StatusResult, verb="status")
+    alive = [server for server in status.servers if server.state in ("starting", "ready")]
+    if alive:
+        names = ", ".join(f"{server.name} (pid {server.pid})" for server in alive)
+        raise HostError(
+            "the patch is in use",
+            host.config.name,
+            f"running: {names}",
+            "fleetdump stop first, then fleetdump revert",
+            code="conflict",
+        )
+    return revert_patch(host, on_event)

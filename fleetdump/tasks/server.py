@@ -1,0 +1,106 @@
+"""``status``, ``logs``, ``stop`` and ``diagnose``: look at a host's servers, and end them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleetdump.agent.evidence_types import Evidence
+from fleetdump.agent.protocol import (
+    EvidenceArgs,
+    EvidenceResult,
+    LogsArgs,
+    LogsResult,
+    StatusArgs,
+    StatusResult,
+    StopResult,
+    from_json,
+)
+from fleetdump.diagnosis import Verdict, diagnose
+from fleetdump.errors import UsageError
+from fleetdump.fleet import Host
+from fleetdump.tasks._task import task
+from fleetdump.tasks.deploy import EVIDENCE_DEADLINE, Event, stop_servers
+
+FOLLOW_LIMIT = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which server to diagnose: one of ours by name (empty: the host's only or each one), or any by port or pid."""
+
+    server: str = ""
+    port: int = 0
+    pid: int = 0
+    seconds: float = 5.0
+    deep: bool = False
+
+
+@dataclass
+class Diagnosis:
+    """Verdicts on one server, best first, with the evidence they rest on."""
+
+    server: str
+    verdicts: list[Verdict]
+    evidence_dir: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+@task
+def status(host: Host) -> StatusResult:
+    """Everything of ours on the host."""
+    python = host.config.servers[0].python if host.config.servers else ""
+    return host.call(StatusArgs(python=python), StatusResult, verb="status")
+
+
+@task
+def logs(host: Host, server: str, lines: int, follow: bool, on_line: Callable[[str], None]) -> LogsResult:
+    """The log's last lines; with ``follow`` each new line goes to ``on_line`` until interrupted."""
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event.get("event") == "log":
+            on_line(str(event["line"]))
+
+    args = LogsArgs(server=server or only_server(host), lines=lines, follow=follow)
+    return host.call(args, LogsResult, verb="logs", on_event=on_event, deadline=FOLLOW_LIMIT if follow else 60.0)
+
+
+@task
+def stop(host: Host, servers: list[str], on_event: Event) -> StopResult:
+    """Stop our servers of the host; all when ``servers`` is empty."""
+    return stop_servers(host, on_event, servers)
+
+
+@task
+def diagnose_host(host: Host, target: Target) -> list[Diagnosis]:
+    """Collect evidence and decide; one diagnosis for each server that ``target`` means."""
+    if target.port or target.pid:
+        return [_diagnose_one(host, target, "")]
+    names = [target.server] if target.server else [server.name for server in host.config.servers]
+    return [_diagnose_one(host, target, name) for name in names]
+
+
+def only_server(host: Host) -> str:
+    """The name of the host's only server; raises ``UsageError`` naming the choices when there are several."""
+    names = [server.name for server in host.config.servers]
+    if len(names) == 1:
+        return names[0]
+    raise UsageError(
+        "which server?", host.config.name, f"the host has {len(names)}: {', '.join(names)}", "add --server NAME"
+    )
+
+
+def _diagnose_one(host: Host, target: Target, server: str) -> Diagnosis:
+    args = EvidenceArgs(
+        server=server,
+        port=target.port,
+        pid=target.pid,
+        seconds=target.seconds,
+        deep=target.deep,
+        patience=host.config.patience,
+    )
+    result = host.call(args, EvidenceResult, verb="evidence", deadline=EVIDENCE_DEADLINE + target.seconds)
+    verdicts = diagnose(from_json(Evidence, result.evidence))
+    name = server or (f"port {target.port}" if target.port else f"pid {target.pid}")
+    return Diagnosis(name, verdicts, result.evidence_dir, result.evidence)

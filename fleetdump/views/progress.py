@@ -1,0 +1,78 @@
+"""A run as it goes: totals with rate and ETA, and on a terminal a line a server, kept up to date in place."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rich.console import Group
+from rich.live import Live
+from rich.markup import escape
+from rich.text import Text
+
+from fleetdump.agent.protocol import RunProgress
+from fleetdump.views.console import duration, err, size
+
+PLAIN_SECONDS = 5.0
+"""How often a line is printed where the output is no terminal."""
+
+
+class RunView:
+    """Shows ``update``s from any thread; a context manager. Rich's display is started and ended by the main thread."""
+
+    def __init__(self) -> None:
+        self._shares: dict[tuple[str, str], RunProgress] = {}
+        self._lock = threading.Lock()
+        self._printed = 0.0
+        self._live = Live(get_renderable=self._render, console=err, refresh_per_second=2) if err.is_terminal else None
+
+    def __enter__(self) -> RunView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._shares:
+            err.print(self._totals(), markup=False)
+
+    def update(self, host: str, share: RunProgress) -> None:
+        """A share's newest state."""
+        with self._lock:
+            self._shares[host, share.server] = share
+            now = time.monotonic()
+            due = self._live is None and now - self._printed >= PLAIN_SECONDS
+            if due:
+                self._printed = now
+        if due:
+            err.print(self._totals(), markup=False)
+
+    def _render(self) -> Group:
+        with self._lock:
+            shares = sorted(self._shares.items())
+        lines = [_share_line(host, server, share) for (host, server), share in shares]
+        return Group(*lines, Text(self._totals(), style="bold"))
+
+    def _totals(self) -> str:
+        with self._lock:
+            shares = list(self._shares.values())
+        done, samples = sum(s.done for s in shares), sum(s.samples for s in shares)
+        rejected, retries = sum(s.rejected for s in shares), sum(s.retries for s in shares)
+        rate, written = sum(s.tokens_per_second for s in shares), sum(s.bytes_written for s in shares)
+        eta = max((s.eta_seconds for s in shares), default=0.0)
+        text = f"{done}/{samples} samples, {rate:.0f} tok/s, {size(written)}"
+        if rejected or retries:
+            text += f", {rejected} rejected, {retries} retries"
+        if done + rejected < samples and eta:
+            text += f", ETA {duration(eta)}"
+        states = sorted({s.state for s in shares})
+        return f"{text} ({', '.join(states)})"
+
+
+def _share_line(host: str, server: str, share: RunProgress) -> Text:
+    text = (
+        f"\\[{escape(host)}/{escape(server)}] {share.state} {share.done}/{share.samples},"
+        f" {share.tokens_per_second:.0f} tok/s, {share.in_flight} in flight"
+    )
+    return Text.from_markup(text + (f"  [yellow]{escape(share.detail)}[/]" if share.detail else ""))

@@ -1,0 +1,332 @@
+"""fleetdump's tap in the layer loop of a model that SGLang serves.
+
+The patch puts ``before_layer`` at the head of the loop and ``after_layers`` behind it. Both do nothing unless the
+environment variable FLEETDUMP_TAP_CONFIG named a ``tap.json`` when this module was imported. Armed, they copy the
+residual stream at the chosen layers and before the final norm, for prompt rows of requests whose rid is fleetdump's,
+and hand them to the writer thread of ``fleetdump_tapfiles``.
+
+Law: the model's results stay what they were, no exception leaves this module, the forward's thread does no file I/O,
+and whether a collective runs is decided from what all tensor-parallel ranks have in common.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any
+
+from fleetdump_tapfiles import Config, Norm, Piece, Skip, TapWriter
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+CONFIG_VARIABLE = "FLEETDUMP_TAP_CONFIG"
+MARK = "fleetdump-tap 1"
+RID = re.compile(r"fleetdump/[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[^/]+/[1-9][0-9]{0,8}\Z")
+REMEMBERED_REQUESTS = 1 << 16
+"""How many rids' next positions are kept, to join the chunks of a prompt."""
+
+
+def before_layer(
+    model: Any,
+    layer_id: int,
+    hidden_states: Any,
+    forward_batch: Any,
+    residual: torch.Tensor | None = None,
+    snapshot: Callable[[Any, Any], torch.Tensor] | None = None,
+) -> None:
+    """Called before each layer. The stream is ``hidden_states + residual``, or ``snapshot(hidden_states,
+    forward_batch)`` on releases that keep the residual in ``forward_batch``."""
+    if _tap is not None:
+        _tap.before_layer(model, layer_id, _Stream(hidden_states, forward_batch, residual, snapshot))
+
+
+def after_layers(
+    model: Any,
+    hidden_states: Any,
+    forward_batch: Any,
+    residual: torch.Tensor | None = None,
+    snapshot: Callable[[Any, Any], torch.Tensor] | None = None,
+) -> None:
+    """Called behind the loop, before the final norm; arguments as in ``before_layer``."""
+    if _tap is not None:
+        _tap.after_layers(model, _Stream(hidden_states, forward_batch, residual, snapshot))
+
+
+@dataclass
+class _Stream:
+    """The residual stream as the loop holds it."""
+
+    hidden_states: Any
+    forward_batch: Any
+    residual: torch.Tensor | None
+    snapshot: Callable[[Any, Any], torch.Tensor] | None
+
+    def value(self) -> torch.Tensor:
+        """The complete stream ``[rows >= tokens, hidden]``. May be a view of a live buffer: copy at once. Where SGLang
+        has deferred an all-reduce into the next norm this is a collective, on a clone since it may work in place."""
+        if self.snapshot is not None:
+            return self.snapshot(self.hidden_states, self.forward_batch)
+        states = self.hidden_states
+        if getattr(states, "_sglang_needs_allreduce_fusion", False):
+            from sglang.srt.distributed import tensor_model_parallel_all_reduce
+
+            states = tensor_model_parallel_all_reduce(states.clone())
+        return states if self.residual is None else states + self.residual
+
+
+@dataclass
+class _Rows:
+    """Rows ``first`` to ``first + rows`` of a forward are positions ``start`` on of request ``rid``."""
+
+    rid: str
+    first: int
+    rows: int
+    start: int
+
+
+@dataclass
+class _Forward:
+    """What is being captured of one forward. ``refused`` (on all ranks alike) keeps even the collectives from running;
+    ``failed`` only what this rank does with the values. Either is (reason, detail) of the skips."""
+
+    batch: Any
+    requests: list[_Rows]
+    refused: tuple[str, str] | None
+    failed: tuple[str, str] | None = None
+    block: torch.Tensor | None = None
+    filled: set[int] = field(default_factory=set)
+
+    @property
+    def rows(self) -> int:
+        return sum(request.rows for request in self.requests)
+
+
+class _Tap:
+    """The armed tap of one scheduler process."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._writer: TapWriter | None = None
+        self._armed = False
+        self._refusal = ""
+        self._forward: _Forward | None = None
+        self._batch: Any = None
+        self._next: OrderedDict[str, int] = OrderedDict()
+
+    def before_layer(self, model: Any, layer_id: int, stream: _Stream) -> None:
+        forward = self._current(model, stream.forward_batch)
+        if forward is not None and layer_id in self._config.layers:
+            self._capture(forward, self._config.layers.index(layer_id), stream)
+
+    def after_layers(self, model: Any, stream: _Stream) -> None:
+        forward = self._current(model, stream.forward_batch)
+        self._forward = self._batch = None
+        if forward is None:
+            return
+        last = len(self._config.layers)
+        self._capture(forward, last, stream)
+        if model.end_layer in self._config.layers:
+            self._capture(forward, self._config.layers.index(model.end_layer), stream)
+        if self._writer is not None:
+            try:
+                self._hand_over(forward, self._writer)
+            except Exception as error:
+                logger.error("fleetdump-tap: %r", error)
+                self._skip_all(forward, self._writer, ("capture_error", repr(error)))
+
+    def _current(self, model: Any, batch: Any) -> _Forward | None:
+        if batch is not self._batch:
+            self._batch, self._forward = batch, None
+            try:
+                if not self._armed:
+                    self._arm(model)
+                self._forward = self._begin(batch)
+            except Exception as error:
+                # Everything up to here depends on what all ranks have in common, so they all come here.
+                logger.error("fleetdump-tap: %r", error)
+        return self._forward
+
+    def _arm(self, model: Any) -> None:
+        """At the first forward: look at the model and the parallel layout, say so in the log, start the writer."""
+        from sglang.srt.runtime_context import get_parallel
+
+        self._armed = True
+        parallel = get_parallel()
+        self._refusal = _refusal(model, parallel, self._config.layers)
+        layers = json.dumps(self._config.layers, separators=(",", ":"))
+        who = f"rank={parallel.tp_rank}/{parallel.tp_size} layers={layers} model={type(model).__name__}"
+        if parallel.attn_tp_rank == 0:
+            self._writer = TapWriter(self._config, parallel.tp_rank, _norm(model))
+            Finalize(None, self._writer.stop, exitpriority=100)
+        # At WARNING, so that a server with --log-level warning still says it.
+        logger.warning("%s %s %s", MARK, f"refused ({self._refusal})" if self._refusal else "armed", who)
+
+    def _begin(self, batch: Any) -> _Forward | None:
+        """What is ours in this forward, from rank-invariant facts alone."""
+        if batch.forward_mode.name not in ("EXTEND", "MIXED") or not batch.rids:
+            return None
+        requests, first = [], 0
+        for index, rid in enumerate(batch.rids):
+            rows = int(batch.extend_seq_lens_cpu[index])
+            if RID.match(rid):
+                requests.append(_Rows(rid, first, rows, int(batch.extend_prefix_lens_cpu[index])))
+            first += rows
+        if not requests:
+            return None
+        refusal = self._refusal or _batch_refusal(batch)
+        return _Forward(batch, requests, ("capture_error", refusal) if refusal else None)
+
+    def _capture(self, forward: _Forward, slot: int, stream: _Stream) -> None:
+        """Put the stream into ``slot`` of the forward's block."""
+        if forward.refused:
+            return
+        try:
+            value = stream.value()  # on every rank, before anything that one rank alone could fail at
+            if self._writer is not None and forward.failed is None:
+                self._copy(forward, slot, value)
+        except Exception as error:
+            logger.error("fleetdump-tap: %r", error)
+            forward.failed = ("capture_error", repr(error))
+
+    def _copy(self, forward: _Forward, slot: int, value: torch.Tensor) -> None:
+        needed = max(request.first + request.rows for request in forward.requests)
+        if value.dim() != 2 or value.shape[0] < needed:
+            forward.failed = ("rows_mismatch", f"the stream is {list(value.shape)}, the batch has {needed} tokens")
+            return
+        if forward.block is None:
+            shape = (forward.rows, len(self._config.layers) + 1, value.shape[1])
+            forward.block = value.new_empty(shape)
+        at = 0
+        for request in forward.requests:
+            forward.block[at : at + request.rows, slot] = value[request.first : request.first + request.rows]
+            at += request.rows
+        forward.filled.add(slot)
+
+    def _hand_over(self, forward: _Forward, writer: TapWriter) -> None:
+        """Copy the block to the CPU and queue its pieces."""
+        failure = forward.refused or forward.failed
+        if failure is None and len(forward.filled) != len(self._config.layers) + 1:
+            failure = ("capture_error", f"of {len(self._config.layers) + 1} layers the loop ran {len(forward.filled)}")
+        if failure is not None or forward.block is None:
+            self._skip_all(forward, writer, failure or ("capture_error", "no layer was captured"))
+            return
+        block, ids = forward.block.cpu(), forward.batch.input_ids.cpu()
+        pieces, skips, at = [], [], 0
+        for request in forward.requests:
+            rows = block[at : at + request.rows]
+            at += request.rows
+            if not self._continues(request):
+                skips.append(Skip(request.rid, "prefix_missing", f"rows begin at {request.start}"))
+            elif request.rows:
+                pieces.append(_piece(request, rows, ids[request.first : request.first + request.rows]))
+        writer.put(pieces)
+        writer.skip(skips)
+
+    def _continues(self, request: _Rows) -> bool:
+        """Whether these rows follow on what was captured of the request. Position 0 begins anew (a retracted request
+        is prefilled again)."""
+        follows = request.start == 0 or self._next.get(request.rid) == request.start
+        if follows:
+            self._next[request.rid] = request.start + request.rows
+            self._next.move_to_end(request.rid)
+            if len(self._next) > REMEMBERED_REQUESTS:
+                self._next.popitem(last=False)
+        return follows
+
+    def _skip_all(self, forward: _Forward, writer: TapWriter, why: tuple[str, str]) -> None:
+        for request in forward.requests:
+            self._next.pop(request.rid, None)
+        writer.skip([Skip(request.rid, *why) for request in forward.requests])
+
+
+def _piece(request: _Rows, rows: torch.Tensor, ids: torch.Tensor) -> Piece:
+    import torch
+
+    return Piece(
+        rid=request.rid,
+        start=request.start,
+        dtype=_dtype_name(rows),
+        shape=list(rows.shape),
+        ids=ids.to(torch.int32).numpy().tobytes(),
+        data=memoryview(rows.view(torch.uint8).numpy()).cast("B"),
+    )
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    """Name of the dtype in safetensors; ``KeyError`` for one that hidden states never have."""
+    return {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}[str(tensor.dtype)]
+
+
+def _norm(model: Any) -> Norm | None:
+    import torch
+
+    weight = model.norm.weight.detach().cpu().contiguous()
+    return Norm(weight.view(torch.uint8).numpy().tobytes(), _dtype_name(weight), float(model.norm.variance_epsilon))
+
+
+def _refusal(model: Any, parallel: Any, layers: list[int]) -> str:
+    """Why this server cannot be captured rightly; empty when it can. The same on all ranks."""
+    wrong = [layer for layer in layers if not 0 <= layer <= model.config.num_hidden_layers]
+    if wrong or len(set(layers)) != len(layers):
+        return f"layers {layers} of a model with {model.config.num_hidden_layers}"
+    if parallel.pp_size > 1:
+        return "pipeline parallelism splits the layers"
+    if parallel.attn_cp_size > 1:
+        return "context parallelism splits the rows"
+    if getattr(parallel, "enable_attn_tp_input_scattered", False):
+        return "--enable-attn-tp-input-scattered splits the rows"
+    scattered = [layer for layer in range(model.start_layer, model.end_layer) if _is_scattered(model.layers[layer])]
+    return f"rows are split over the ranks at layers {scattered}" if scattered else ""
+
+
+def _is_scattered(layer: Any) -> bool:
+    """Whether the ranks of an attention group hold different rows where ``layer`` begins (a2a expert parallelism)."""
+    modes = getattr(layer, "layer_scatter_modes", None)
+    if modes is not None:
+        return bool(modes.layer_input_mode.name == "SCATTERED")
+    rows = layer.attn_boundary.incoming_residual_rows
+    return any(axis.name in ("ATTN_TP", "ATTN_CP") for axis in rows.sharded)
+
+
+def _batch_refusal(batch: Any) -> str:
+    """Why this forward cannot be captured rightly; empty when it can. The same on all ranks."""
+    if getattr(batch, "can_run_tbo", False):
+        return "two-batch overlap runs layers outside the loop"
+    if getattr(batch, "spec_info", None) is not None:
+        return "speculative decoding"
+    if getattr(batch, "attn_cp_metadata", None) is not None:
+        return "context parallelism splits the rows"
+    if getattr(batch, "_original_forward_mode", None) is not None:
+        return "the batch was padded into another mode"
+    return "a graph is being captured" if _is_graph_capturing() else ""
+
+
+def _is_graph_capturing() -> bool:
+    import torch
+
+    if torch.compiler.is_compiling():
+        return True
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def _load() -> _Tap | None:
+    path = os.environ.get(CONFIG_VARIABLE)
+    if not path:
+        return None
+    try:
+        return _Tap(Config.load(path))
+    except (OSError, ValueError, TypeError) as error:
+        logger.error("%s refused (%s=%s cannot be read: %s)", MARK, CONFIG_VARIABLE, path, error)
+        return None
+
+
+_tap = _load()

@@ -1,0 +1,145 @@
+"""Drives the tap through made-up forwards; runs under SGLang's interpreter, which has torch.
+
+What a CPU server cannot show (fused all-reduce, two-batch overlap, padding, scattered rows) is played here: ``sglang``
+is a stand-in, tensors are real. Usage: tap_forwards.py PATCH_DIR ROOT; each case runs in a forked process with
+ROOT/<case>/tap.json and leaves ROOT/<case>/{out.json,log}. ROOT's folders say which cases.
+"""
+
+import json
+import os
+import sys
+import traceback
+import types
+
+import torch
+
+HIDDEN, LAYERS = 4, 3
+reduced = []
+
+
+def all_reduce(tensor):
+    """As a two-rank all-reduce of equal parts, in place as the real one may be."""
+    reduced.append(tensor.shape[0])
+    return tensor.mul_(2)
+
+
+def stand_in(case):
+    """The parallel layout and the model of ``case``; makes ``sglang`` importable."""
+    parallel = types.SimpleNamespace(
+        tp_rank=1 if case == "other_rank" else 0,
+        tp_size=2,
+        attn_tp_rank=1 if case == "other_rank" else 0,
+        pp_size=2 if case == "pipeline" else 1,
+        attn_cp_size=2 if case == "context_parallel" else 1,
+    )
+    for name in ("sglang", "sglang.srt", "sglang.srt.runtime_context", "sglang.srt.distributed"):
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["sglang.srt.runtime_context"].get_parallel = lambda: parallel
+    sys.modules["sglang.srt.distributed"].tensor_model_parallel_all_reduce = all_reduce
+    mode = types.SimpleNamespace(name="SCATTERED" if case == "scattered" else "TP_ATTN_FULL")
+    layer = types.SimpleNamespace(layer_scatter_modes=types.SimpleNamespace(layer_input_mode=mode))
+    return types.SimpleNamespace(
+        start_layer=0,
+        end_layer=LAYERS,
+        layers=[layer] * LAYERS,
+        config=types.SimpleNamespace(num_hidden_layers=LAYERS),
+        norm=types.SimpleNamespace(weight=torch.ones(HIDDEN, dtype=torch.bfloat16), variance_epsilon=1e-6),
+    )
+
+
+def batch(requests, mode="EXTEND", **changes):
+    """``requests``: (rid, rows, first position)."""
+    fields = {
+        "forward_mode": types.SimpleNamespace(name=mode),
+        "rids": [rid for rid, _, _ in requests],
+        "extend_seq_lens_cpu": torch.tensor([rows for _, rows, _ in requests] + [0, 0]),
+        "extend_prefix_lens_cpu": [start for _, _, start in requests],
+        "input_ids": torch.arange(sum(rows for _, rows, _ in requests)),
+        "can_run_tbo": False,
+        "spec_info": None,
+        "attn_cp_metadata": None,
+        "_original_forward_mode": None,
+    }
+    return types.SimpleNamespace(**{**fields, **changes})
+
+
+def forward(batch, rows=None, fused=False, stop=LAYERS, snapshot=None):
+    """One forward: at layer i every hidden state is i + 1 and the residual 10 (none before the first layer)."""
+    import fleetdump_tap as tap
+
+    rows = int(batch.extend_seq_lens_cpu.sum()) if rows is None else rows
+    for i in range(LAYERS + 1):
+        hidden = torch.full((rows, HIDDEN), float(i + 1))
+        if fused and 0 < i < LAYERS:
+            hidden._sglang_needs_allreduce_fusion = True
+        residual = None if i == 0 else torch.full((rows, HIDDEN), 10.0)
+        kept = hidden.clone()
+        place = {"snapshot": snapshot} if snapshot else {"residual": residual}
+        if i == LAYERS:
+            tap.after_layers(model, hidden, batch, **place)
+        elif i < stop:
+            tap.before_layer(model, i, hidden, batch, **place)
+        assert torch.equal(hidden, kept), "the tap changed what the model computes with"
+
+
+def ours(sample, rows, start=0):
+    return (f"fleetdump/r/{sample}/1", rows, start)
+
+
+def failing(*_):
+    raise NotImplementedError("a finalize handoff requires main-output capture")
+
+
+CASES = {
+    "plain": lambda: forward(batch([ours("a", 2), ("HEALTH_CHECK_1", 1, 0), ours("b", 3)])),
+    "fused": lambda: forward(batch([ours("a", 2)]), fused=True),
+    "other_rank": lambda: forward(batch([ours("a", 2)]), fused=True),
+    "snapshot": lambda: forward(batch([ours("a", 2)]), snapshot=lambda hidden, _: hidden * 100),
+    "snapshot_fails": lambda: forward(batch([ours("a", 2)]), snapshot=failing),
+    "chunks": lambda: [forward(batch([ours("a", 2, at)], "MIXED")) for at in (0, 2, 4)],
+    "prefix_missing": lambda: [forward(batch([ours("a", 2, at), ours("b", 2)])) for at in (6, 8)],
+    "padded_rows": lambda: forward(batch([ours("a", 3)]), rows=8),
+    "scattered_rows": lambda: forward(batch([ours("a", 3)]), rows=2),
+    "two_batch_overlap": lambda: forward(batch([ours("a", 3)], can_run_tbo=True), fused=True, stop=1),
+    "loop_cut_short": lambda: forward(batch([ours("a", 3)]), stop=1),
+    "speculative": lambda: forward(batch([ours("a", 3)], spec_info=object())),
+    "converted": lambda: forward(batch([ours("a", 3)], _original_forward_mode=object())),
+    "decode": lambda: forward(batch([ours("a", 3)], "DECODE")),
+    "target_verify": lambda: forward(batch([ours("a", 3)], "TARGET_VERIFY")),
+    "nobodys": lambda: forward(batch([("x", 3, 0)]), fused=True),
+    "no_rids": lambda: forward(batch([ours("a", 3)], rids=None)),
+    "broken_batch": lambda: forward(batch([ours("a", 3)], extend_prefix_lens_cpu=None)),
+    "broken_ids": lambda: forward(batch([ours("a", 3)], input_ids=None)),
+    "pipeline": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "context_parallel": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "scattered": lambda: forward(batch([ours("a", 3)]), fused=True),
+}
+
+
+def play(case, folder):
+    """Run one case in this process, for good."""
+    global model
+    os.environ["FLEETDUMP_TAP_CONFIG"] = f"{folder}/tap.json"
+    os.dup2(os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    model = stand_in(case)
+    CASES[case]()
+    writer = sys.modules["fleetdump_tap"]._tap._writer
+    if writer is not None:
+        writer.stop()
+    with open(f"{folder}/out.json", "w") as file:
+        json.dump({"reduced": reduced}, file)
+
+
+patch_dir, root = sys.argv[1:]
+sys.path.insert(0, patch_dir)
+model = None
+for case in sorted(os.listdir(root)):
+    child = os.fork()
+    if not child:
+        try:
+            play(case, f"{root}/{case}")
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.waitpid(child, 0)

@@ -1,0 +1,226 @@
+"""The tap inside the real SGLang against transformers, and its decisions on forwards that a CPU server never makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetdump.agent.edit import apply_edits
+from fleetdump.agent.formats import PieceRecord, SkipRecord
+from fleetdump.agent.jsonl import read_journal
+from fleetdump.agent.shards import close_dead
+from fleetdump.dataset.shards import ShardReader, verify_directory
+from fleetdump.patches import load_patch
+from tests.sglang.cpuserver import RunningServer, SglangEnv, session_pids, start_server
+
+HERE = Path(__file__).parent
+PATCH = HERE.parents[1] / "patches" / "hidden-states"
+SPEC = load_patch(PATCH)
+MODULE = Path("srt/models/deepseek_v2.py")
+LIMIT = 1e-4
+"""Largest error of a row over the largest absolute value of its reference, in float32."""
+
+pytestmark = pytest.mark.sglang
+
+
+def tap_json(path: Path, layers: list[int], ranks: int = 1) -> Path:
+    """Write a tap.json beside a capture directory ``cap``."""
+    config = {"v": 1, "server": "main", "launch_id": "1f0c77aa", "layers": layers, "dir": str(path / "cap")}
+    sizes = {"shard_bytes": 1_000_000, "header_bytes": 65536, "idle_close_seconds": 1.0, "queue_bytes": 1 << 30}
+    (path / "tap.json").write_text(json.dumps({**config, **sizes, "ranks": ranks}))
+    return path / "tap.json"
+
+
+# --------------------------------------------------------------------------- made-up forwards
+@dataclass
+class Played:
+    """What one case of tap_forwards.py left: ``pieces`` maps (sample, start) to rows of slots, a slot being one value."""
+
+    pieces: dict[tuple[str, int], list[list[float]]]
+    skips: dict[str, tuple[str, str]]
+    reduced: list[int]
+    log: str
+
+
+CAPTURED = {
+    "plain": ([1, 13, 14], [], {("a", 0): 2, ("b", 0): 3}),
+    "fused": ([1, 16, 14], [2], {("a", 0): 2}),  # the partial sum is completed, on a clone
+    "snapshot": ([100, 300, 400], [], {("a", 0): 2}),
+    "padded_rows": ([1, 13, 14], [], {("a", 0): 3}),
+    "chunks": ([1, 13, 14], [], {("a", 0): 2, ("a", 2): 2, ("a", 4): 2}),
+}
+SKIPPED = {
+    "scattered_rows": ("rows_mismatch", "3 tokens"),
+    "two_batch_overlap": ("capture_error", "two-batch overlap"),
+    "loop_cut_short": ("capture_error", "the loop ran 2"),
+    "speculative": ("capture_error", "speculative"),
+    "converted": ("capture_error", "padded into another mode"),
+    "snapshot_fails": ("capture_error", "finalize handoff"),
+    "broken_ids": ("capture_error", "AttributeError"),
+}
+REFUSED = ["pipeline", "context_parallel", "scattered"]
+LEFT_ALONE = ["decode", "target_verify", "nobodys", "no_rids", "broken_batch"]
+
+
+@pytest.fixture(scope="module")
+def play(sglang_installed: SglangEnv, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Played]:
+    """Plays all cases at once (importing torch takes longest) and gives what one left."""
+    root = tmp_path_factory.mktemp("forwards")
+    for case in [*CAPTURED, *SKIPPED, *REFUSED, *LEFT_ALONE, "other_rank", "prefix_missing"]:
+        (root / case).mkdir()
+        tap_json(root / case, [0, 2])
+    command = [str(sglang_installed.python), str(HERE / "tap_forwards.py"), str(PATCH), str(root)]
+    subprocess.run(command, check=True, timeout=240)
+
+    def played(case: str) -> Played:
+        run, log = root / case / "cap" / "r", (root / case / "log").read_text()
+        assert (root / case / "out.json").exists(), log
+        journal = run / "journal-main-1f0c77aa-r0.jsonl"
+        records = read_journal(journal)[0] if journal.exists() else []
+        pieces = {(r.rid.split("/")[2], r.start): values(run, r) for r in records if isinstance(r, PieceRecord)}
+        skips = {r.rid.split("/")[2]: (r.reason, r.detail) for r in records if isinstance(r, SkipRecord)}
+        return Played(pieces, skips, json.loads((root / case / "out.json").read_text())["reduced"], log)
+
+    return played
+
+
+def values(run: Path, piece: PieceRecord) -> list[list[float]]:
+    """Rows of slots; every number of a slot must be the same."""
+    with ShardReader(run / piece.shard) as reader:
+        rows, slots, hidden = piece.shape
+        flat = struct.unpack(f"<{rows * slots * hidden}f", reader.read(piece.name))
+    rows_of = [flat[at : at + hidden] for at in range(0, len(flat), hidden)]
+    assert all(len(set(slot)) == 1 for slot in rows_of)
+    return [[slot[0] for slot in rows_of[at : at + slots]] for at in range(0, len(rows_of), slots)]
+
+
+@pytest.mark.parametrize("case", CAPTURED)
+def test_the_stream_is_captured_where_it_should_be(play: Callable[[str], Played], case: str) -> None:
+    value, reduced, rows = CAPTURED[case]
+    played = play(case)
+    assert "fleetdump-tap 1 armed rank=0/2 layers=[0,2] model=SimpleNamespace" in played.log
+    assert (played.skips, played.reduced) == ({}, reduced)
+    assert {key: len(got) for key, got in played.pieces.items()} == rows
+    assert all(row == value for got in played.pieces.values() for row in got)
+
+
+def test_other_ranks_take_part_in_the_collective_and_write_nothing(play: Callable[[str], Played]) -> None:
+    played = play("other_rank")
+    assert "armed rank=1/2" in played.log
+    assert played.reduced == [2]
+    assert (played.pieces, played.skips) == ({}, {})
+
+
+def test_a_cached_prefix_is_a_skip_and_the_batchs_others_are_not(play: Callable[[str], Played]) -> None:
+    played = play("prefix_missing")
+    assert played.skips == {"a": ("prefix_missing", "rows begin at 8")}
+    assert {sample for sample, _ in played.pieces} == {"b"}
+
+
+@pytest.mark.parametrize("case", SKIPPED)
+def test_what_cannot_be_captured_rightly_is_a_skip_and_the_model_goes_on(
+    play: Callable[[str], Played], case: str
+) -> None:
+    reason, detail = SKIPPED[case]
+    played = play(case)
+    assert played.pieces == {}
+    assert played.skips["a"][0] == reason
+    assert detail in played.skips["a"][1]
+    assert played.reduced == []
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_server_that_cannot_be_captured_is_refused_in_the_log(play: Callable[[str], Played], case: str) -> None:
+    played = play(case)
+    assert "fleetdump-tap 1 refused" in played.log
+    assert SPEC.mark not in played.log
+    assert played.pieces == {}
+    assert played.skips["a"][0] == "capture_error"
+    assert played.reduced == []
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_other_forwards_are_left_alone(play: Callable[[str], Played], case: str) -> None:
+    played = play(case)
+    assert (played.pieces, played.skips, played.reduced) == ({}, {}, [])
+
+
+# --------------------------------------------------------------------------- the real server
+@contextmanager
+def patched(env: SglangEnv) -> Iterator[None]:
+    """The environment with our patch in it, put there as fleetdump does: by os.replace."""
+    module = env.package / MODULE
+    original = module.read_bytes()
+    beside = [env.site_packages / name for name in SPEC.files]
+    try:
+        put(module, apply_edits(original.decode(), SPEC.edits, env.version, "fleetdump").source.encode())
+        for path in beside:
+            put(path, SPEC.files[path.name].encode())
+        yield
+    finally:
+        put(module, original)
+        for path in beside:
+            path.unlink()
+
+
+def put(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def some_prompts(run: str, count: int) -> dict[str, list[int]]:
+    """Prompts by rid, with lengths around the chunk size of 64."""
+    source = random.Random(run)
+    lengths = [1, 63, 64, 65, 150, *(source.randrange(2, 120) for _ in range(count))][:count]
+    return {f"fleetdump/{run}/s{n}/1": [source.randrange(3, 300) for _ in range(k)] for n, k in enumerate(lengths)}
+
+
+def generate(server: RunningServer, prompts: dict[str, list[int]]) -> list[Any]:
+    """Send all prompts as one batch; returns the server's answers."""
+    sampling = {"temperature": 0, "max_new_tokens": 1}
+    body = {"rid": list(prompts), "input_ids": list(prompts.values()), "sampling_params": sampling}
+    request = urllib.request.Request(
+        f"{server.url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return list(json.loads(answer.read()))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_captured_states_are_those_of_transformers(sglang_env: SglangEnv, tmp_path: Path, tp: int) -> None:
+    """Batches, chunks and one rank's death in the middle of writing, on one server."""
+    environment = {"FLEETDUMP_TAP_CONFIG": str(tap_json(tmp_path, [0, 3, 6], tp))}
+    flags = [*SPEC.server_args, "--chunked-prefill-size", "64"]
+    prompts, log = some_prompts("r1", 9), tmp_path / "server.log"
+    run = tmp_path / "cap" / "r1"
+    with patched(sglang_env), start_server(sglang_env, log, tp, flags, environment) as server:
+        text = log.read_text()
+        assert all(f"{SPEC.mark} rank={rank}/{tp} layers=[0,3,6] model=DeepseekV2Model" in text for rank in range(tp))
+        assert not (tmp_path / "cap").exists(), "warm-up and health probes are not ours"
+        assert len(generate(server, prompts)) == len(prompts)
+        for pid in session_pids(server.pid):
+            os.kill(pid, signal.SIGKILL)
+    close_dead(run)
+    assert verify_directory(run).faults == []
+    assert not list(run.glob("*.part"))
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    command = [str(sglang_env.python), str(HERE / "compare_hidden_states.py"), str(sglang_env.model), str(run)]
+    done = subprocess.run([*command, str(tmp_path / "prompts.json")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["rows"] == sum(map(len, prompts.values()))
+    assert report["pieces"] > report["samples"], "no prompt was cut into chunks"
+    assert report["max_rel_err"] <= LIMIT, report

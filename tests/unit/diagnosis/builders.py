@@ -1,0 +1,126 @@
+"""Synthetic evidence: a server of n ranks, all in one state, from which a case changes what matters to it."""
+
+from __future__ import annotations
+
+from fleetdump.agent.evidence_types import (
+    DiskFacts,
+    Evidence,
+    GpuFacts,
+    HttpProbe,
+    LogFacts,
+    PipeEnd,
+    PortFacts,
+    ProcessFacts,
+    RankMarks,
+    Stack,
+    SyscallCount,
+    Target,
+    ThreadFacts,
+    Trace,
+    WatchFacts,
+)
+from fleetdump.agent.probes.stacks import group
+from fleetdump.agent.protocol import HealthyProfile
+
+LAUNCHER, FIRST_RANK = 100, 200
+PIPE = 9000
+AFTER_WEIGHTS = ["init begin", "init end", "weights begin", "weights end"]
+RECV_REQUESTS = ["Scheduler.recv_requests (scheduler.py:10)", "Scheduler.event_loop_normal (scheduler.py:20)"]
+
+
+def process(pid: int, role: str, *, ppid: int = LAUNCHER, rank: int | None = None, **changes: object) -> ProcessFacts:
+    """A living process, asleep."""
+    label = f"TP{rank}" if rank is not None else ""
+    facts = ProcessFacts(pid, ppid, role, f"sglang::{role}"[:15], 500, "S", rank, label, state_before="S")
+    facts.main = ThreadFacts(pid, facts.name, "S", wchan="futex_do_wait", syscall="202 0x1 0x189")
+    for name, value in changes.items():
+        setattr(facts, name, value)
+    return facts
+
+
+def spin(facts: ProcessFacts, cpu: float = 0.99, user: float = 1.0) -> None:
+    """Its main thread burns a core and makes no system call."""
+    facts.state = facts.state_before = "R"
+    facts.cpu = cpu
+    facts.main = ThreadFacts(facts.pid, facts.name, "R", cpu=cpu, demand=1.0, user_share=user, syscall="running")
+
+
+def poll_idle(facts: ProcessFacts) -> None:
+    """The receive loop of an idle scheduler: two thirds of a core, thousands of switches."""
+    facts.cpu = 0.7
+    facts.main = ThreadFacts(facts.pid, facts.name, "S", cpu=0.7, demand=0.75, user_share=0.5, voluntary=2700.0)
+
+
+def server(ranks: int = 8, **log: object) -> Evidence:
+    """A server after its weights, all ranks alive and asleep in gloo, port closed, its log at 217 lines and silent."""
+    marks = [RankMarks(f"TP{n}", n, "kv_pool", list(AFTER_WEIGHTS)) for n in range(ranks)]
+    evidence = Evidence(
+        Target(LAUNCHER, 500, LAUNCHER, "main", 8000, log="/srv/server.log", ranks=ranks),
+        taken_at=1796000000.0,
+        seconds=5.0,
+        hostname="gpu-a",
+        uptime=400.0,
+        disks=[DiskFacts("log", "/srv", 10**11, 10**12, 10**6, "ext4")],
+        port=PortFacts(8000),
+    )
+    evidence.log = LogFacts("/srv/server.log", True, 40_000, 217, phase="kv_pool", quiet_seconds=180.0, ranks=marks)
+    for name, value in log.items():
+        setattr(evidence.log, name, value)
+    launcher = process(LAUNCHER, "launcher", ppid=1, writes_log=True, stdout="/srv/server.log")
+    launcher.main = ThreadFacts(LAUNCHER, "python", "S", wchan="poll_schedule_timeout", syscall="7 0x7f0 0x1 0x1388")
+    launcher.pipes = [PipeEnd(10 + n, PIPE + n, "r", [FIRST_RANK + n]) for n in range(ranks)]
+    evidence.processes = [launcher, *(process(FIRST_RANK + n, "scheduler", rank=n) for n in range(ranks))]
+    evidence.watch = WatchFacts("kv_pool", 130.0, 120.0, HealthyProfile("k", 3, 636, 641, 300.0, {"kv_pool": 74.0}))
+    return evidence
+
+
+def rank(evidence: Evidence, number: int) -> ProcessFacts:
+    """The scheduler of that rank."""
+    return next(p for p in evidence.processes if p.rank == number)
+
+
+def launcher(evidence: Evidence) -> ProcessFacts:
+    return evidence.processes[0]
+
+
+def lose(evidence: Evidence, number: int) -> None:
+    """That rank's process is gone."""
+    evidence.processes.remove(rank(evidence, number))
+
+
+def stacks(evidence: Evidence, frames: dict[int, list[str]], states: dict[int, str] | None = None) -> None:
+    """py-spy's answer for some ranks, grouped as the agent groups it."""
+    states = states or {}
+    evidence.stacks = [
+        Stack(FIRST_RANK + n, "scheduler", f"TP{n}", states.get(n, "idle"), list(of)) for n, of in frames.items()
+    ]
+    evidence.stack_groups = group(evidence.stacks)
+    evidence.deep = True
+
+
+def trace(evidence: Evidence, number: int, *calls: SyscallCount) -> None:
+    """strace's answer for one rank."""
+    evidence.traces.append(Trace(FIRST_RANK + number, f"TP{number}", 2.0, list(calls)))
+
+
+def listening(evidence: Evidence, health: int = 200, error: str = "") -> None:
+    """The port is open; ``/health`` answers ``health`` (0: ``error``)."""
+    evidence.port = PortFacts(evidence.target.port, True, LAUNCHER, "", True)
+    evidence.http = [HttpProbe("/health", health, 1.0, error), HttpProbe("/model_info", 200, 0.01)]
+    evidence.log.server_marks = ["http start", "http open", "model info"]
+    evidence.log.phase = "warmup"
+
+
+def serving(evidence: Evidence) -> None:
+    """Ready and open."""
+    listening(evidence)
+    evidence.log.ready, evidence.log.phase = True, "serving"
+    evidence.watch = None
+    for p in evidence.processes:
+        if p.role == "scheduler":
+            poll_idle(p)
+
+
+def gpus(evidence: Evidence, *utilization: int) -> None:
+    """nvidia-smi: busy GPUs at little power, as behind a waiting kernel."""
+    evidence.gpus = [GpuFacts(n, u, 76_000, 130.0 if u else 120.0, 700.0) for n, u in enumerate(utilization)]

@@ -1,0 +1,70 @@
+"""Verdicts on evidence of real servers, healthy and hung: SGLang 0.5.14 on two H200s, 0.5.20 on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fleetdump.agent.evidence_types import Evidence
+from fleetdump.agent.protocol import from_json
+from fleetdump.diagnosis import MEDIUM, OK, STALL, WAIT, diagnose
+
+CASES = Path(__file__).parents[1] / "cases"
+
+EXPECTED = {
+    # file: (codes that may come first, severity, phase, rank)
+    "h200_loading": ({"LOADING_SLOW"}, WAIT, "weights", None),
+    "h200_idle": ({"IDLE_OK", "HEALTHY"}, OK, "serving", None),
+    "h200_idle_graphs": ({"IDLE_OK", "HEALTHY"}, OK, "serving", None),
+    "h200_load": ({"IDLE_OK", "HEALTHY"}, OK, "serving", None),
+    "h200_resumed": ({"IDLE_OK", "HEALTHY"}, OK, "serving", None),
+    "h200_spin_warmup": ({"WARMUP_STALL"}, STALL, "warmup", 1),
+    "h200_extra_allreduce": ({"WARMUP_STALL", "COLLECTIVE_DIVERGED"}, STALL, "warmup", 0),
+    "h200_gpu_spin": ({"WARMUP_STALL", "KERNEL_SPIN"}, STALL, "warmup", None),
+    "h200_sigkill": ({"LAUNCHER_DIED"}, STALL, "serving", 1),
+    "h200_sigstop": ({"STOPPED_PROCESS"}, STALL, "serving", 1),
+    "h200_raise": ({"RANK_CRASHED"}, STALL, "serving", 1),
+    "h200_spin_capture": ({"PARENT_WAITS_READY"}, STALL, "capture", 1),
+    "cpu_forward_spin_tp1": ({"WARMUP_STALL"}, STALL, "warmup", 0),
+    "cpu_barrier_tp2": ({"COLLECTIVE_DIVERGED"}, STALL, "warmup", None),
+    "cpu_kv_pool_spin_tp1": ({"PARENT_WAITS_READY"}, STALL, "kv_pool", 0),
+    "cpu_kv_pool_spin_tp2": ({"PARENT_WAITS_READY"}, STALL, "kv_pool", 1),
+    "cpu_starting_tp2": ({"BUSY_NOT_HUNG"}, WAIT, "imports", None),
+    "cpu_idle_tp2": ({"IDLE_OK", "HEALTHY"}, OK, "serving", None),
+    "cpu_killed_tp2": ({"LAUNCHER_DIED"}, STALL, "serving", 1),
+    "cpu_stopped_tp2": ({"STOPPED_PROCESS"}, STALL, "serving", 1),
+}
+
+
+def load(name: str) -> Evidence:
+    return from_json(Evidence, json.loads((CASES / f"{name}.json").read_text()))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_verdict(name: str) -> None:
+    codes, severity, phase, rank = EXPECTED[name]
+    best = diagnose(load(name))[0]
+    assert best.code in codes
+    assert (best.severity, best.phase, best.rank) == (severity, phase, rank)
+    assert best.evidence
+
+
+@pytest.mark.parametrize("name", [name for name, (_, severity, _, _) in EXPECTED.items() if severity != STALL])
+def test_what_works_is_never_called_a_stall(name: str) -> None:
+    assert {v.severity for v in diagnose(load(name))} <= {OK, WAIT}
+
+
+@pytest.mark.parametrize("name", ["cpu_kv_pool_spin_tp1", "cpu_kv_pool_spin_tp2", "h200_spin_capture"])
+def test_without_ptrace_the_verdict_stands_at_lower_confidence(name: str) -> None:
+    evidence = load(name)
+    evidence.stacks, evidence.stack_groups, evidence.traces = [], [], []
+    best = diagnose(evidence)[0]
+    codes, _, phase, rank = EXPECTED[name]
+    assert best.code in codes
+    assert (best.phase, best.rank, best.confidence) == (phase, rank, MEDIUM)
+
+
+def test_every_case_is_expected() -> None:
+    assert {path.stem for path in CASES.glob("*.json")} == set(EXPECTED)

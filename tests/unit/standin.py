@@ -1,0 +1,126 @@
+"""A small real HTTP server that behaves as SGLang with the tap: /health, /server_info and /generate, and shards and
+journals in the capture directory, by the agent's own ShardWriter. Run: ``python standin.py CONFIG.json``.
+
+The config is read anew for each request, so that a test can change the faults of a running server:
+``delay`` (seconds a request), ``chunk`` (rows a piece), ``poison`` (samples that kill the server), ``error`` (samples
+answered with 500), ``skip`` ({sample: reason}, up to attempt ``skip_until``), ``lose`` (samples answered but never
+written), ``other_ids`` (samples written with a wrong hash)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+from fleetdump.agent.formats import Rid, SkipRecord, Writer
+from fleetdump.agent.jsonl import append_lines
+from fleetdump.agent.shardwriter import NewPiece, ShardWriter
+from fleetdump.agent.tensorfile import ids_sha256
+
+HIDDEN = 4
+IDLE_CLOSE_SECONDS = 0.5
+
+
+class Tap:
+    """One writer a run, as the real tap has; a shard closes when idle."""
+
+    def __init__(self, config: dict):
+        self.config = config
+        self.lock = threading.Lock()
+        self.writers: dict[str, ShardWriter] = {}
+        self.last = time.monotonic()
+        threading.Thread(target=self._close_idle, daemon=True).start()
+
+    def writer(self, run: str) -> ShardWriter:
+        if run not in self.writers:
+            name = Writer(self.config["server"], self.config["launch_id"], "r0")
+            self.writers[run] = ShardWriter(Path(self.config["dir"]) / run, name)
+        return self.writers[run]
+
+    def capture(self, rid: Rid, ids: list[int], faults: dict) -> None:
+        slots = len(self.config["layers"]) + 1
+        chunk = faults.get("chunk", 1 << 30)
+        with self.lock:
+            writer = self.writer(rid.run)
+            reason = faults.get("skip", {}).get(rid.sample)
+            if reason and rid.attempt <= faults.get("skip_until", 1 << 30):
+                append_lines(writer._journal, [SkipRecord(str(rid), reason, "as told", time.time())])
+                return
+            if rid.sample in faults.get("lose", []):
+                return
+            for start in range(0, len(ids), chunk):
+                part = ids[start : start + chunk]
+                digest = ids_sha256([0] * len(part) if rid.sample in faults.get("other_ids", []) else part)
+                shape = [len(part), slots, HIDDEN]
+                data = bytes(4 * len(part) * slots * HIDDEN)
+                writer.add((NewPiece(f"{rid}:{start}", str(rid), start, len(part), digest, "F32", shape), data))
+            writer.sync()
+            self.last = time.monotonic()
+
+    def _close_idle(self) -> None:
+        while True:
+            time.sleep(0.1)
+            with self.lock:
+                if time.monotonic() - self.last > IDLE_CLOSE_SECONDS:
+                    for writer in self.writers.values():
+                        writer.close_shard()
+
+
+class Handler(BaseHTTPRequestHandler):
+    tap: Tap
+    config_path: Path
+    in_flight: ClassVar[set[str]] = set()
+
+    def do_GET(self) -> None:
+        self._answer(200, {"context_length": 2048} if self.path == "/server_info" else {})
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        faults = json.loads(self.config_path.read_text())
+        rid = Rid.parse(request["rid"])
+        assert rid is not None
+        with open(faults["log"], "a") as log:
+            log.write(f"{rid.sample} {rid.attempt} {len(request['input_ids'])} {os.getpid()} {len(self.in_flight)}\n")
+        if request["rid"] in self.in_flight:
+            return self._answer(400, {"error": "Duplicate request ID(s) detected"})
+        self.in_flight.add(request["rid"])
+        time.sleep(faults.get("delay", 0))
+        if rid.sample in faults.get("poison", []):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rid.sample in faults.get("error", []):
+            self._answer(500, {"error": "as told"})
+        else:
+            self.tap.capture(rid, request["input_ids"], faults)
+            self._answer(200, {"text": "x"})
+        self.in_flight.discard(request["rid"])
+        return None
+
+    def _answer(self, status: int, data: dict) -> None:
+        body = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main() -> None:
+    Handler.config_path = Path(sys.argv[1])
+    config = json.loads(Handler.config_path.read_text())
+    Handler.tap = Tap(config)
+    ThreadingHTTPServer.request_queue_size = 256
+    server = ThreadingHTTPServer(("127.0.0.1", config["port"]), Handler)
+    server.daemon_threads = True
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

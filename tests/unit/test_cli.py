@@ -1,0 +1,118 @@
+"""The command line as a user meets it: help, wrong input, exit codes. No host is touched."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = (
+    "init",
+    "check",
+    "deploy",
+    "status",
+    "logs",
+    "diagnose",
+    "extract",
+    "collect",
+    "stop",
+    "revert",
+    "clean",
+)
+
+
+def fleetdump(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fleetdump", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+
+
+def test_help_lists_every_command_in_the_order_of_the_journey() -> None:
+    result = fleetdump("--help")
+    assert result.returncode == 0
+    listing = result.stdout[result.stdout.index("Commands:") :].splitlines()[1:]
+    assert tuple(line.split()[0] for line in listing if line.strip()) == COMMANDS
+    assert "Exit codes" in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_with_an_example(command: str) -> None:
+    result = fleetdump(command, "-h")
+    assert result.returncode == 0
+    assert "Example" in result.stdout
+    assert f"fleetdump {command}" in result.stdout
+
+
+@pytest.mark.parametrize("args", [("nonsense",), ("deploy", "--on-stall", "explode"), ("check", "--jobs", "0")])
+def test_wrong_usage_exits_2(args: tuple[str, ...]) -> None:
+    result = fleetdump(*args)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("init", "extract")])
+def test_missing_inventory_is_one_screen_with_the_next_step(command: str, tmp_path: Path) -> None:
+    result = fleetdump(command, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "inventory.yaml" in result.stderr
+    assert "fleetdump init" in result.stderr
+    assert len(result.stderr.splitlines()) < 25
+    assert "Traceback" not in result.stderr
+
+
+def test_every_inventory_mistake_is_reported_at_once_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "inventory.yaml").write_text(
+        "defaults:\n  usr: root\n  servers:\n    - {name: main, model_path: /m, port: 99999}\n"
+        "hosts:\n  a: {adress: x}\n"
+    )
+    result = fleetdump("check", cwd=tmp_path)
+    assert result.returncode == 2
+    for fragment in ("inventory.yaml:2", "usr", "user", "99999", "adress", "address"):
+        assert fragment in result.stderr
+
+
+def test_init_writes_an_inventory_that_loads_and_never_overwrites(tmp_path: Path) -> None:
+    assert fleetdump("init", "root@198.18.0.9", "gpu02", cwd=tmp_path).returncode == 0
+    text = (tmp_path / "inventory.yaml").read_text()
+    assert "gpu02" in text
+    again = fleetdump("init", "gpu03", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "--force" in again.stderr
+    assert (tmp_path / "inventory.yaml").read_text() == text
+
+
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    fleetdump("init", "gpu01", "gpu02", cwd=tmp_path)
+    result = fleetdump("deploy", "--host", "gpu1", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "gpu01" in result.stderr, "the nearest valid name"
+
+
+def test_an_unknown_patch_names_the_known_ones(tmp_path: Path) -> None:
+    fleetdump("init", "gpu01", cwd=tmp_path)
+    result = fleetdump("deploy", "--patch", "hiden-states", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "hidden-states" in result.stderr
+
+
+def test_an_unreachable_host_exits_3_and_json_says_so(tmp_path: Path) -> None:
+    (tmp_path / "inventory.yaml").write_text(
+        "defaults:\n  python: /usr/bin/python3\n"
+        "  servers:\n    - {name: main, model_path: /m, port: 8000}\n"
+        "hosts:\n  nowhere: {address: 127.0.0.1, port: 1}\n"
+    )
+    result = fleetdump("status", "--json", cwd=tmp_path)
+    assert result.returncode == 3
+    record = json.loads(result.stdout)
+    assert record["host"] == "nowhere"
+    assert record["status"] == "unreachable"
+    assert record["error"]["next_step"]
+
+
+def test_a_broken_bundle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "evidence.json").write_text("{}")
+    result = fleetdump("diagnose", "--bundle", str(tmp_path), cwd=tmp_path)
+    assert result.returncode == 2
+    assert "evidence" in result.stderr

@@ -1,0 +1,312 @@
+"""Sharing out, taking in and bringing home: each fault is named, and a good run is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+from extraction import LAYERS, StandIn, kill_driver, manifest_of, wait_for
+from manifests import manifest_line, text_of
+
+from fleetdump.agent.context import State
+from fleetdump.agent.drive import start_driver
+from fleetdump.agent.formats import Row
+from fleetdump.agent.protocol import ServerSpec, ShardInfo
+from fleetdump.agent.share import Share
+from fleetdump.dataset.rows import BrokenRow
+from fleetdump.dataset.shards import verify_samples
+from fleetdump.errors import FleetdumpError, UsageError
+from fleetdump.fleet import Host, connect
+from fleetdump.inventory import CaptureConfig, HostConfig
+from fleetdump.ledger import Ledger, Planned
+from fleetdump.tasks.collect import (
+    DamagedCopy,
+    LineFault,
+    PullOptions,
+    PullReport,
+    Source,
+    _pull_file,
+    check_line,
+    merge,
+    pull,
+    require_whole,
+    take_line,
+    take_reject,
+)
+from fleetdump.tasks.extract import balance, open_run
+
+SOURCE = Source("r1", "h1", "main")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    with Ledger(tmp_path / "runs" / "r1" / "ledger.sqlite") as opened:
+        yield opened
+
+
+# --------------------------------------------------------------------------- sharing out
+def rows(*names: str) -> list[Row | BrokenRow]:
+    return [Row(name, input_ids=[1] * (10 + n)) for n, name in enumerate(names)]
+
+
+TARGETS = [("h1", "main"), ("h2", "r0"), ("h2", "r1")]
+
+
+def test_balance_is_even_and_always_the_same() -> None:
+    tokens = {f"s{n}": 1 + n * 37 % 1000 for n in range(300)}
+    assigned = balance(tokens, TARGETS)
+    assert assigned == balance(tokens, TARGETS)
+    loads = [sum(n for name, n in tokens.items() if assigned[name] == target) for target in TARGETS]
+    assert max(loads) - min(loads) <= max(tokens.values())
+
+
+def test_the_same_data_gives_the_same_shares_after_a_crash(ledger: Ledger) -> None:
+    data = [*rows(*"abcdefg"), BrokenRow(9, "bad_json", "x")]
+    first = open_run(ledger, "r1", data, TARGETS)
+    again = open_run(ledger, "r1", data, TARGETS[:1])  # other hosts selected: the shares stay
+    assert (first.resumed, again.resumed) == (False, True)
+    assert {t: s.sha256 for t, s in first.shares.items()} == {t: s.sha256 for t, s in again.shares.items()}
+    assert first.samples == 7
+    assert ledger.totals().rejected == 1
+    assert sum(len(share.lines) for share in first.of_host("h2").values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (rows("a", "b", "c", "d"), "1 new (first: 'd')"),
+        (rows("a", "b"), "1 missing (first: 'c')"),
+        ([*rows("a", "b"), Row("c", text="other")], "1 changed (first: 'c')"),
+    ],
+)
+def test_other_data_under_the_same_name_is_refused(ledger: Ledger, data: list[Row | BrokenRow], why: str) -> None:
+    open_run(ledger, "r1", rows("a", "b", "c"), TARGETS)
+    with pytest.raises(UsageError) as caught:
+        open_run(ledger, "r1", data, TARGETS)
+    assert why in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("run", "data", "targets"),
+    [("../x", rows("a"), TARGETS), ("r1", [BrokenRow(3, "bad_json", "x")], TARGETS), ("r1", rows("a"), [])],
+)
+def test_what_cannot_begin(ledger: Ledger, run: str, data: list[Row | BrokenRow], targets: list) -> None:
+    with pytest.raises(UsageError):
+        open_run(ledger, run, data, targets)
+    assert not ledger.is_planned
+
+
+# --------------------------------------------------------------------------- lines
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (text_of(manifest_line("a"))[:-30], "cannot be read"),
+        ("[1]", "version 1"),
+        (text_of(manifest_line("a", v=2)), "version 1"),
+        (text_of(manifest_line("a", run="r2")), "of run r2"),
+        (text_of(manifest_line("a", server="other")), "server other"),
+        (text_of(manifest_line("a", tokens=6)), "5 rows of 6"),
+        (text_of(manifest_line("a", supervised=6)), "6 of 5 tokens"),
+        (text_of(manifest_line("a", pieces=manifest_line("a", shards=("x", "y")).pieces[1:])), "starts at 5"),
+        (text_of(manifest_line("z")), "not of this data set"),
+    ],
+)
+def test_a_bad_line_is_named_and_not_taken(ledger: Ledger, text: str, what: str) -> None:
+    ledger.plan([Planned("a", "d", "h1", "main")], [("h1", "main", "s")])
+    faults = take_line(ledger, SOURCE, text)
+    assert len(faults) == 1
+    assert what in faults[0]
+    assert faults[0].startswith("h1/main: manifest: ")
+    assert ledger.totals().lost == 1
+
+
+def test_bad_rejects_are_named(ledger: Ledger) -> None:
+    assert "cannot be read" in take_reject(ledger, SOURCE, "{")[0]
+    with pytest.raises(LineFault):
+        check_line("null", SOURCE)
+
+
+# --------------------------------------------------------------------------- copies
+def test_a_copy_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    data = os.urandom(5000)
+    shard = info(data)
+    (tmp_path / "s.safetensors.partial").write_bytes(data[:2000])
+    asked = []
+
+    def fetch(name: str, offset: int, out: BinaryIO) -> int:
+        asked.append(offset)
+        return out.write(data[offset:])
+
+    assert _pull_file(fetch, shard, tmp_path) == 3000
+    assert asked == [2000]
+    assert (tmp_path / "s.safetensors").read_bytes() == data
+
+
+@pytest.mark.parametrize("left", [b"wrong" * 100, b"x" * 9000])
+def test_a_wrong_partial_copy_is_made_anew(tmp_path: Path, left: bytes) -> None:
+    data = os.urandom(5000)
+    (tmp_path / "s.safetensors.partial").write_bytes(left)
+    _pull_file(lambda _, offset, out: out.write(data[offset:]), info(data), tmp_path)
+    assert (tmp_path / "s.safetensors").read_bytes() == data
+
+
+def test_a_copy_that_never_comes_whole_is_not_kept(tmp_path: Path) -> None:
+    data = os.urandom(5000)
+    with pytest.raises(DamagedCopy, match="SHA-256"):
+        _pull_file(lambda _, offset, out: out.write(bytes(5000 - offset)), info(data), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def info(data: bytes) -> ShardInfo:
+    import hashlib
+
+    return ShardInfo("s.safetensors", "shard", len(data), hashlib.sha256(data).hexdigest())
+
+
+# --------------------------------------------------------------------------- the whole way, over a local agent
+SAMPLES = {f"c{n:02}": 3 + 11 * n for n in range(12)}
+
+
+class Run:
+    """A finished run on a host that is this machine, and its way in."""
+
+    def __init__(self, tmp: Path):
+        self.tmp = tmp
+        self.standin = StandIn(tmp)
+        self.standin.state = State.of(str(tmp / "state"))
+        self.standin.set_faults(chunk=50)
+        self.standin.start()
+        self.share: Share = self.standin.share({**SAMPLES, "nothing": 0})
+        start_driver(self.standin.state, self.share)
+        wait_for(lambda: self.share.progress().state == "done")
+        norm = Path(self.standin.capture.dir) / "r1" / f"norm-main-{self.standin.launch_id}.safetensors"
+        norm.write_bytes(b"norm")
+        self.options = PullOptions("r1", tmp / "data")
+        self.folder = tmp / "data" / "r1" / "h1"
+
+    def connect(self) -> Host:
+        server = ServerSpec("main", sys.executable, str(self.tmp), self.standin.port)
+        capture = CaptureConfig(layers=tuple(LAYERS), dir=self.standin.capture.dir)
+        return connect(
+            HostConfig(
+                name="h1",
+                address="localhost",
+                connection="local",
+                agent_python=sys.executable,
+                state_dir=str(self.tmp / "state"),
+                servers=(server,),
+                capture=capture,
+            )
+        )
+
+    def close(self) -> None:
+        self.standin.kill()
+        kill_driver(self.share)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    finished = Run(tmp_path)
+    yield finished
+    finished.close()
+
+
+def plan(ledger: Ledger, *more: str) -> None:
+    names = [*sorted(SAMPLES, reverse=True), "nothing", *more]
+    ledger.plan([Planned(name, "d", "h1", "main") for name in names], [("h1", "main", "s")])
+
+
+def test_collect_brings_everything_home(run: Run, ledger: Ledger, tmp_path: Path) -> None:
+    plan(ledger)
+    with run.connect() as host:
+        report = pull(host, run.options, ledger)
+        assert report.faults == []
+        assert (report.lines, report.rejected, report.unfinished) == (12, 1, [])
+        assert report.bytes == sum(path.stat().st_size for path in run.folder.iterdir())
+        again = pull(host, run.options, ledger)
+        assert (again.lines, again.shards, again.bytes) == (0, 0, 0)
+    collected = merge(ledger, run.options, tmp_path / "runs")
+    assert (collected.samples, collected.lost, collected.duplicated, collected.rejected) == (12, 0, 0, 1)
+    assert collected.tokens == sum(SAMPLES.values())
+    lines = [json.loads(line) for line in Path(collected.manifest).read_text().splitlines()]
+    assert [line["id"] for line in lines] == sorted(SAMPLES, reverse=True), "in the data set's order"
+    assert {line["path"] for line in lines} == {"h1"}
+    assert ledger.collected("h1", "main") == 12
+    assert verify_samples(run.folder, [check_line(json.dumps(line), SOURCE) for line in lines]) == []
+    require_whole(collected, [report])
+
+
+def test_a_deleted_ledger_is_rebuilt_by_collecting(run: Run, ledger: Ledger, tmp_path: Path) -> None:
+    with run.connect() as host:
+        pull(host, PullOptions("r1"), ledger)
+    collected = merge(ledger, PullOptions("r1"), tmp_path / "runs")
+    assert (collected.samples, collected.lost) == (12, 0)
+
+
+def test_what_is_lost_is_named(run: Run, ledger: Ledger, tmp_path: Path) -> None:
+    plan(ledger, "gone")
+    with run.connect() as host:
+        report = pull(host, PullOptions("r1"), ledger)
+    collected = merge(ledger, PullOptions("r1"), tmp_path / "runs")
+    assert collected.missing == ["gone (given to h1/main)"]
+    with pytest.raises(FleetdumpError, match="1 of 14 samples are not there, first gone"):
+        require_whole(collected, [report])
+
+
+def damage(run: Run, how: str) -> str:
+    """Damage one shard on the host; returns its name."""
+    name = str(manifest_of(run.share)[0]["pieces"][0]["shard"])
+    path = Path(run.standin.capture.dir) / "r1" / name
+    data = bytearray(path.read_bytes())
+    if how == "flip":
+        data[-3] ^= 1
+        path.write_bytes(data)
+    elif how == "cut":
+        path.write_bytes(data[:-10])
+    else:
+        path.unlink()
+    return name
+
+
+@pytest.mark.parametrize(("how", "what"), [("flip", "SHA-256"), ("cut", "SHA-256"), ("unlink", "is missing there")])
+def test_a_damaged_shard_is_named_and_not_counted_as_collected(run: Run, ledger: Ledger, how: str, what: str) -> None:
+    plan(ledger)
+    name = damage(run, how)
+    with run.connect() as host:
+        report = pull(host, run.options, ledger)
+    assert any(name in fault and what in fault for fault in report.faults), report.faults
+    assert ledger.collected("h1", "main") == 0
+
+
+def test_a_flipped_bit_here_is_seen_by_the_pieces(run: Run, ledger: Ledger) -> None:
+    from fleetdump.tasks.collect import verify_pieces
+
+    plan(ledger)
+    with run.connect() as host:
+        pull(host, run.options, ledger)
+    lines = [check_line(json.dumps(line), SOURCE) for line in manifest_of(run.share)]
+    shard = lines[0].pieces[0].shard
+    assert verify_pieces(run.folder, shard, lines) == []
+    data = bytearray((run.folder / shard).read_bytes())
+    data[-3] ^= 1
+    (run.folder / shard).write_bytes(data)
+    assert "another CRC-32" in verify_pieces(run.folder, shard, lines)[0]
+    (run.folder / shard).write_bytes(data[:-10])
+    assert verify_pieces(run.folder, shard, lines) != []
+
+
+def test_servers_with_other_settings_are_named(ledger: Ledger, tmp_path: Path) -> None:
+    for name, host, template in (("a", "h1", "t"), ("b", "h2", "u")):
+        line = manifest_line(name, template_sha256=template)
+        ledger.deliver(host, line, text_of(line))
+    collected = merge(ledger, PullOptions("r1"), tmp_path / "runs")
+    assert collected.mismatches == ['template_sha256 differs: "t" on h1/main; "u" on h2/main']
+    with pytest.raises(FleetdumpError, match="template_sha256"):
+        require_whole(collected, [PullReport("h1")])
+    shutil.rmtree(tmp_path / "runs")
