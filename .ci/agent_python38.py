@@ -1,7 +1,7 @@
 """The agent must run on Python 3.8: check its syntax, and, where the machine has one, import all of it there.
 
 The syntax is checked with ``ast.parse(feature_version=(3, 8))``; a real interpreter is looked for on PATH and among
-pyenv's versions.
+pyenv's versions. With ``--find`` only prints that interpreter's path (nothing when there is none).
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ def find_python38() -> str | None:
 
 
 def main() -> int:
+    if sys.argv[1:] == ["--find"]:
+        print(find_python38() or "")
+        return 0
     files = [ROOT / "fleetdump" / "__init__.py", *sorted((ROOT / "fleetdump" / "agent").rglob("*.py"))]
     for file in files:
         ast.parse(file.read_text(encoding="utf-8"), str(file), feature_version=(3, 8))

@@ -55,12 +55,12 @@ class Layout:
 
     @property
     def runs(self) -> Path:
-        """The controller's side: ledger and merged manifest."""
+        """The controller's ledgers."""
         return self.root / "runs"
 
     @property
     def data(self) -> Path:
-        """Where ``collect --data`` puts the shards."""
+        """Where ``collect --data`` puts the merged manifest and the shards."""
         return self.root / "data"
 
     @property

@@ -156,7 +156,9 @@ class Demo:
         started = json.loads((folder / "server.json").read_text())["started_at"]
         events = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
         seen = next(event["t"] for event in reversed(events) if event["event"] == "outcome")
-        patience_over = started + server["seconds"] - server["idle_seconds"] + PATIENCE[server["phase"]]
+        usual = server["healthy"]["phase_seconds"].get(server["phase"], 0.0)
+        patience = max(PATIENCE[server["phase"]], 2 * usual)  # stretched where healthy starts took long
+        patience_over = started + server["seconds"] - server["idle_seconds"] + patience
         return round(float(seen - patience_over), 1)
 
 
@@ -165,7 +167,7 @@ def reference_check(layout: Layout) -> dict[str, Any]:
     command = [
         str(recipe.PYTHON),
         str(Path(__file__).with_name("reference_check.py")),
-        *("--manifest", str(layout.runs / RUN / "manifest.jsonl"), "--data", str(layout.data / RUN)),
+        *("--manifest", str(layout.data / RUN / "manifest.jsonl"), "--data", str(layout.data / RUN)),
         *("--model", str(recipe.MODEL), "--conversations", str(recipe.CONVERSATIONS)),
     ]
     environment = {**os.environ, **recipe.server_env()}

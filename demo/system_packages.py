@@ -13,6 +13,19 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+# A policy-rc.d keeps apt from starting the system's own sshd, which nobody asked for.
+INSTALL = """
+set -e
+export DEBIAN_FRONTEND=noninteractive
+policy=/usr/sbin/policy-rc.d
+if [ ! -e "$policy" ]; then
+  trap 'rm -f "$policy"' EXIT
+  printf '#!/bin/sh\\nexit 101\\n' >"$policy"
+  chmod 755 "$policy"
+fi
+apt-get update -qq
+apt-get install -y -qq --no-install-recommends "$@"
+"""
 SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 
 
@@ -52,14 +65,10 @@ def root_prefix() -> list[str] | None:
 
 
 def install(packages: list[str], prefix: list[str]) -> bool:
-    """apt-get update and install; False when either fails. Daemons that a package brings are not started."""
-    environment = ["env", "DEBIAN_FRONTEND=noninteractive", "RUNLEVEL=1"]
-    commands = [["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]]
-    for command in commands:
-        print("  $", shlex.join([*prefix, *command]), flush=True)
-        if subprocess.run([*prefix, *environment, *command], stdout=subprocess.DEVNULL).returncode:
-            return False
-    return True
+    """apt-get update and install; False when either fails."""
+    print("  $", shlex.join([*prefix, "apt-get", "install", "--no-install-recommends", *packages]), flush=True)
+    command = [*prefix, "sh", "-c", INSTALL, "install", *packages]
+    return subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
 
 
 def main() -> int:

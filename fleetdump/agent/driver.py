@@ -30,8 +30,6 @@ from fleetdump.agent.share import Share, ShareSpec
 
 log = logging.getLogger("fleetdump.driver")
 
-CLOSING_SECONDS = 0.5
-
 
 class DriverError(Exception):
     """The share cannot be worked on; the text says why and what to do."""
@@ -139,7 +137,7 @@ def close_shards(spec: ShareSpec, committer: Committer, reporter: Reporter, timi
     def wait(why: str) -> None:
         timing.check(why)
         reporter.report("closing", why, committer)
-        time.sleep(CLOSING_SECONDS)
+        time.sleep(timing.probe / 2)
 
     _until_disk_lets(committer.close_tokens, wait)
     while True:

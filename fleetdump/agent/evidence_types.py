@@ -162,7 +162,7 @@ class LogFacts:
     crash_label: str = ""
     """The rank that logged it, for instance "TP1"; empty when the log does not tell."""
     troubles: Dict[str, str] = field(default_factory=dict)
-    """Known causes by name (port_in_use, out_of_memory, disk_full, proxy_refused …), each with its first line."""
+    """Known causes by name (port_in_use, disk_full, proxy_refused, rank_died …), each with its first line."""
     repeated: int = 0
     repeated_line: str = ""
     running_requests: int = 0

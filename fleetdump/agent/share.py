@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -151,6 +152,15 @@ class Share:
     def driver_alive(self) -> bool:
         driver = self.driver()
         return driver is not None and alive(driver.pid, driver.start_time)
+
+    def stop_driver(self) -> bool:
+        """SIGKILL to the driver, which may die at any moment without harm; False when none runs."""
+        driver = self.driver()
+        if driver is None or not alive(driver.pid, driver.start_time):
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(driver.pid, signal.SIGKILL)
+        return True
 
     # ------------------------------------------------------------------ work
     def work_head(self) -> WorkHead:

@@ -40,6 +40,7 @@ AFTER = {
     "serving": "while serving",
 }
 _TP = re.compile(r"TP(\d+)")
+_RANK_DIED = re.compile(r"Rank (\d+) scheduler")
 _PEER_LOST = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe")
 _BAR = re.compile(r"(?P<done>\d+)/(?P<total>\d+) \[(?P<spent>[\d:?]+)<(?P<left>[\d:?]+)")
 
@@ -134,6 +135,9 @@ class View:
     @property
     def crash_rank(self) -> int | None:
         """The rank that is to blame for the first exception. One that only lost its peer is not."""
+        named = _RANK_DIED.search(self.evidence.log.troubles.get("rank_died", ""))
+        if named:
+            return int(named[1])
         match = _TP.search(self.evidence.log.crash_label)
         if not match:
             return None

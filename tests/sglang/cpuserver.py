@@ -67,9 +67,13 @@ class RunningServer:
 def copy_of(installed: SglangEnv, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEnv]:
     """A hard-linked copy of a venv (about a second, no disk), removed at the end.
 
-    It lies beside the original where that can be written, since hard links do not cross file systems.
+    It lies beside the original where that can be written, since hard links do not cross file systems. Copies of test
+    processes that were killed are removed first.
     """
     venv = installed.python.parent.parent.absolute()
+    for stale in venv.parent.glob(f"{venv.name}-copy-*-*"):
+        if not Path(f"/proc/{stale.name.split('-')[-2]}").exists():
+            shutil.rmtree(stale, ignore_errors=True)
     copy = venv.parent / f"{venv.name}-copy-{os.getpid()}-{time.monotonic_ns()}"
     try:
         shutil.copytree(venv, copy, symlinks=True, copy_function=os.link)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.detach import alive
 from fleetdump.agent.drive import follow, start_driver, submit
 from fleetdump.agent.formats import row_line
 from fleetdump.agent.generate import is_ready
@@ -93,13 +93,12 @@ class RealHost:
                 continue
             if session == record.pid:
                 os.kill(int(stat.parent.name), signal.SIGKILL)
-        wait_for(lambda: not Path(f"/proc/{record.pid}").exists())
+        wait_for(lambda: not alive(record.pid, record.start_time))
 
-    def submit(self, run: str, rows: list[dict[str, Any]]) -> Share:
-        import hashlib
-
+    def submit(self, run: str, rows: list[dict[str, Any]], budget: int = 32768) -> Share:
         body = b"".join(row_line(row) for row in rows)
-        args = SubmitArgs(run, "main", hashlib.sha256(body).hexdigest(), self.capture, engine="sglang 0.5.20")
+        digest = hashlib.sha256(body).hexdigest()
+        args = SubmitArgs(run, "main", digest, self.capture, token_budget=budget, engine="sglang 0.5.20")
         submit(args, self.context(body, len(rows)))
         return Share.of(self.state, run, "main")
 
@@ -130,13 +129,14 @@ def test_selfcheck_passes_and_leaves_nothing(host: RealHost) -> None:
 
 def test_every_id_exactly_once_with_driver_and_server_killed(host: RealHost) -> None:
     rows = [*ROWS, {"id": "empty", "text": ""}, {"id": "too long", "input_ids": [5] * 5000}]
-    share = host.submit("faults", rows)
+    share = host.submit("faults", rows, budget=1)  # one sample at a time, so that there is a middle to kill in
     wait_for(lambda: len(manifest_of(share)) >= 2, 60)
     kill_driver(share)
     start_driver(host.state, share)
-    wait_for(lambda: len(manifest_of(share)) >= 5, 60)
+    wait_for(lambda: len(manifest_of(share)) >= 6, 60)
     host.kill_server()
-    wait_for(lambda: "waiting for it" in share.progress().detail or share.progress().state == "done", 30)
+    assert len(manifest_of(share)) < len(ROWS)
+    wait_for(lambda: "waiting for it" in share.progress().detail, 30)
     host.launch()
     follow(FollowArgs("faults", interval=0.2), host.context(deadline=200))
     assert share.progress().state == "done", share.progress()
@@ -180,5 +180,4 @@ def test_the_server_is_not_disturbed_by_a_run(host: RealHost) -> None:
     follow(FollowArgs("beside", interval=0.2), host.context(deadline=100))
     assert share.progress().state == "done"
     assert during == before
-    assert json.loads(json.dumps(share.progress().tokens_done)) == share.progress().tokens
-    assert time.time() - share.progress().updated_at < 100
+    assert share.progress().tokens_done == share.progress().tokens

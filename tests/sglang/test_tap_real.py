@@ -8,6 +8,7 @@ import random
 import signal
 import struct
 import subprocess
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ def tap_json(path: Path, layers: list[int], ranks: int = 1) -> Path:
 # --------------------------------------------------------------------------- made-up forwards
 @dataclass
 class Played:
-    """What one case of tap_forwards.py left: ``pieces`` maps (sample, start) to rows of slots, a slot being one value."""
+    """What one case of tap_forwards.py left: ``pieces`` maps (sample, start) to rows of one value a slot."""
 
     pieces: dict[tuple[str, int], list[list[float]]]
     skips: dict[str, tuple[str, str]]
@@ -199,6 +200,13 @@ def generate(server: RunningServer, prompts: dict[str, list[int]]) -> list[Any]:
         return list(json.loads(answer.read()))
 
 
+def wait_for_rows(journal: Path, rows: int) -> None:
+    end = time.monotonic() + 30
+    while sum(record.rows for record in read_journal(journal)[0] if isinstance(record, PieceRecord)) < rows:
+        assert time.monotonic() < end, "the rows did not come"
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_captured_states_are_those_of_transformers(sglang_env: SglangEnv, tmp_path: Path, tp: int) -> None:
     """Batches, chunks and one rank's death in the middle of writing, on one server."""
@@ -211,6 +219,8 @@ def test_captured_states_are_those_of_transformers(sglang_env: SglangEnv, tmp_pa
         assert all(f"{SPEC.mark} rank={rank}/{tp} layers=[0,3,6] model=DeepseekV2Model" in text for rank in range(tp))
         assert not (tmp_path / "cap").exists(), "warm-up and health probes are not ours"
         assert len(generate(server, prompts)) == len(prompts)
+        # An answer does not wait for the disk: what is not yet journalled when the server is killed is lost, rightly.
+        wait_for_rows(run / "journal-main-1f0c77aa-r0.jsonl", sum(map(len, prompts.values())))
         for pid in session_pids(server.pid):
             os.kill(pid, signal.SIGKILL)
     close_dead(run)

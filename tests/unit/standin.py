@@ -24,7 +24,7 @@ from fleetdump.agent.shardwriter import NewPiece, ShardWriter
 from fleetdump.agent.tensorfile import ids_sha256
 
 HIDDEN = 4
-IDLE_CLOSE_SECONDS = 0.5
+IDLE_CLOSE_SECONDS = 0.2
 
 
 class Tap:

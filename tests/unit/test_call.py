@@ -209,7 +209,9 @@ def test_detached_process_outlives_the_agent(local_host: Host, tmp_path: Path) -
     done = local_host.call(testverbs.DetachArgs("mark-d", str(log)), testverbs.Done, verb="detach")
     pid, started = done.pid, done.numbers[0]
     try:
-        assert alive(pid, started)
+        while log.read_text() != "alive\n":  # before that, its interpreter has files of its own open
+            assert alive(pid, started)
+            time.sleep(0.02)
         assert os.getsid(pid) == pid
         assert os.readlink(f"/proc/{pid}/cwd") == "/"
         assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"

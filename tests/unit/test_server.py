@@ -381,7 +381,7 @@ def test_logs_of_an_unknown_server(ctx: AgentContext) -> None:
 
 
 def test_following_survives_a_rotation_and_loses_no_line(tmp_path: Path) -> None:
-    ctx = context(tmp_path, deadline=4.0)
+    ctx = context(tmp_path)
     path = write_log(ctx, b"old 1\nold 2\n")
     seen: list[str] = []
     ctx.emit = lambda event, **fields: seen.append(fields["line"])  # type: ignore[method-assign]
@@ -400,6 +400,7 @@ def test_following_survives_a_rotation_and_loses_no_line(tmp_path: Path) -> None
 
     wait_for(lambda: len(seen) == 5)
     assert seen == ["old 2", "new 1", "half a line", "unfinished", "next 1"]
+    ctx.deadline = time.monotonic()
     thread.join()
 
 
@@ -408,7 +409,8 @@ def test_a_server_outlives_the_process_that_launched_it(server: ServerSpec, ctx:
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path; from tests.unit.engineinstall import context\n"
         "from fleetdump.agent.server import launch\nfrom fleetdump.agent.protocol import *\n"
-        "launch(LaunchArgs(ServerSpec('main', sys.argv[2], sys.argv[3], int(sys.argv[4]))), context(Path(sys.argv[5])))\n"
+        "spec = ServerSpec('main', sys.argv[2], sys.argv[3], int(sys.argv[4]))\n"
+        "launch(LaunchArgs(spec), context(Path(sys.argv[5])))\n"
     )
     root = str(Path(__file__).parents[2])
     arguments = [root, server.python, server.model_path, str(server.port), str(tmp_path)]

@@ -16,6 +16,7 @@ READ_LIMIT = 64 << 20
 PROXY = re.compile(
     r"Response \[(?:403|407|50[234])\]|ProxyError|Tunnel connection failed|Proxy Authentication Required"
 )
+RANK_DIED = re.compile(r"Rank \d+ scheduler (?:died|is dead)")
 _TP = re.compile(r"TP(?P<rank>\d+)")
 
 
@@ -26,7 +27,7 @@ class LogReader:
         self._path = path
         self._parser = logmarks.LogParser(ranks=ranks)
         self._position = 0
-        self._proxy_line = ""
+        self._troubles: Dict[str, str] = {}
         self._first = (0, 0, 0)
 
     def first(self) -> None:
@@ -43,8 +44,7 @@ class LogReader:
         marks, stat = self._parser.marks, os.stat(self._path)
         position, news, forwards = self._first
         troubles: Dict[str, str] = {name: scrub(line) for name, line in marks.troubles.items()}
-        if self._proxy_line:
-            troubles["proxy_refused"] = scrub(self._proxy_line)
+        troubles.update(self._troubles)
         crash = marks.crashed if marks.crashed and marks.crashed.kind in ("exception", "warmup") else None
         return LogFacts(
             path=self._path,
@@ -86,9 +86,10 @@ class LogReader:
 
     def _feed(self, data: bytes) -> None:
         self._parser.feed(data)
-        if not self._proxy_line:
-            line = next((line for line in _lines(data) if PROXY.search(line)), "")
-            self._proxy_line = line.strip()[:500]
+        for trouble, pattern in (("proxy_refused", PROXY), ("rank_died", RANK_DIED)):
+            line = next((line for line in _lines(data) if pattern.search(line)), "")
+            if line and trouble not in self._troubles:
+                self._troubles[trouble] = scrub(line.strip()[:500])
 
     def _ends_with_newline(self) -> bool:
         try:

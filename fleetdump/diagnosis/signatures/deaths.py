@@ -50,7 +50,8 @@ def launcher_died(view: View) -> Verdict | None:
     facts += _crash_facts(view)
     rank = view.crash_rank
     if rank is not None:
-        title = f"the server died: rank {rank} {'was lost' if view.crash_is_of_a_peer else 'raised'} first"
+        lost = view.crash_is_of_a_peer or not log.crash
+        title = f"the server died: rank {rank} {'was lost' if lost else 'raised'} first"
     else:
         title = "the server died"
     return Verdict(
@@ -95,8 +96,9 @@ def dead_rank(view: View) -> Verdict | None:
     several = len(view.missing_ranks) > 1
     who = f"{'ranks' if several else 'rank'} {', '.join(map(str, view.missing_ranks))}"
     verb = "are" if several else "is"
-    rank = None if several else view.missing_ranks[0]
-    facts = [*_gone_facts(view), "the log names no exception: killed from outside, or by the kernel"]
+    rank = view.crash_rank if several else view.missing_ranks[0]
+    known = _trouble(view, "rank_died")
+    facts = [*_gone_facts(view), *(known or ["the log names no exception: killed from outside, or by the kernel"])]
     if view.port_open:
         code, title = "API_ALIVE_ENGINE_DEAD", f"{who} {verb} dead, yet the HTTP server still answers"
     else:
@@ -155,7 +157,7 @@ def _trouble(view: View, name: str) -> list[str]:
 def _crash_facts(view: View) -> list[str]:
     log = view.evidence.log
     if not log.crash:
-        return ["the log names no exception"]
+        return _trouble(view, "rank_died") or ["the log names no exception"]
     facts = [f"first exception in the log{f' ({log.crash_label})' if log.crash_label else ''}: {log.crash}"]
     if view.crash_is_of_a_peer:
         facts.append(f"{log.crash_label or 'that rank'} only lost its connection: the rank at the other end went first")

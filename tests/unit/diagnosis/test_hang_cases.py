@@ -256,6 +256,17 @@ def test_several_dead_ranks_name_none() -> None:
     assert "ranks 1, 2, which are dead" in best.title
 
 
+def test_launcher_s_own_word_names_the_rank_that_died_first() -> None:
+    e = b.server(
+        2, troubles={"rank_died": "RuntimeError: Rank 1 scheduler died during initialization (exit code: -9)."}
+    )
+    b.lose(e, 0)
+    b.lose(e, 1)
+    assert (diagnose(e)[0].code, diagnose(e)[0].rank) == ("PARENT_WAITS_DEAD_RANK", 1)
+    e.launcher_alive, e.processes = False, []
+    assert (diagnose(e)[0].code, diagnose(e)[0].rank) == ("LAUNCHER_DIED", 1)
+
+
 def test_first_exceptions_rank_wins() -> None:
     e = b.server(2, crash="RuntimeError: boom", crash_label="TP1")
     best = diagnose(e)[0]
