@@ -360,3 +360,13 @@ def test_schedule_retries_wait_for_their_time() -> None:
     schedule.again(a, not_before=5.0)
     assert flying(schedule, 4.9) == []
     assert flying(schedule, 5.0) == ["a"]
+
+
+def test_a_tokeniser_that_cannot_run_fails_the_share_with_its_reason(host: StandIn) -> None:
+    host.start()  # its interpreter has no transformers, or finds no model in that folder
+    share = host.share({"x": 1})
+    share.work.unlink()
+    drive(host, share)
+    assert share.progress().state == "failed"
+    assert "the tokeniser ended with status 1" in share.progress().detail
+    assert rejected_of(share) == {}
