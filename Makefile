@@ -44,7 +44,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter, the agent's syntax for Pyt
 	$(BIN)/python .ci/agent_python38.py
 
 bench: setup ## one script a figure; each prints one JSON object
-	@for script in bench/bench_*.py; do $(BIN)/python $$script || exit 1; done
+	@for script in bench/bench_*.py; do $(BIN)/python -m $$(echo $${script%.py} | tr / .) || exit 1; done
 
 clean-build: ## remove what setup and demo made (both environments too)
 	rm -rf build .venv dist .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

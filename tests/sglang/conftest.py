@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from demo.sglang_cpu import recipe
-from tests.sglang.cpuserver import RunningServer, SglangEnv, copy_of, session_pids, start_server  # noqa: F401
+from tests.sglang.cpuserver import SglangEnv, copy_of
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from fleetdump.agent.patching import patch, read_state, revert
 from fleetdump.agent.protocol import LaunchArgs, PatchArgs, Request, RevertArgs, ServerSpec, StopArgs
 from fleetdump.agent.server import launch, living, load_record, stop
 from fleetdump.patches import load_patch
-from tests.sglang.conftest import START_SECONDS, SglangEnv, free_port
+from tests.sglang.cpuserver import START_SECONDS, SglangEnv, free_port
 
 PATCHES = Path(__file__).parents[2] / "patches"
 
