@@ -57,11 +57,13 @@ class _Survey:
 def patch(args: PatchArgs, ctx: AgentContext) -> PatchResult:
     """Apply ``args.patch``, first taking out another patch of ours. Raises ``AgentFailure``: conflict for files that
     somebody else changed, not_found for a missing engine or module, permission for a read-only package."""
-    facts = _facts(args.python, args.patch, timeout=_limit(ctx))
+    facts = _facts(args.python, args.patch, args.env, _limit(ctx))
     site = Path(facts.site)
     if args.dry_run:
         before = _survey(facts, args.patch)
         changes = [] if _is_in(before, args.patch) else _plan(facts, args.patch, before, ctx)
+        if changes:
+            _require_writable(facts)
         return _result(args.patch, facts, before.state, before.state, changes, before.record)
     _require_writable(facts)
     with patchrecord.locked(site):
@@ -78,7 +80,7 @@ def patch(args: PatchArgs, ctx: AgentContext) -> PatchResult:
 
 def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
     """Restore every file that a patch of ours changed; raises ``AgentFailure`` conflict when one was edited since."""
-    facts = _facts(args.python, timeout=_limit(ctx))
+    facts = _facts(args.python, env=args.env, timeout=_limit(ctx))
     site = Path(facts.site)
     clean = PatchState("clean")
     if not (site / FOLDER).is_dir():
@@ -96,8 +98,8 @@ def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
 def read_state(
     python: str, spec: Optional[PatchSpec] = None, env: Optional[Mapping[str, str]] = None, timeout: float = 30.0
 ) -> PatchState:
-    """State of the engine that ``python`` imports, changing nothing. With ``spec`` its modules are looked at too, and
-    ``ours`` means that very patch; without, ``ours`` is any patch of ours."""
+    """State of the engine that ``python`` imports with ``env`` set, changing nothing. With ``spec`` its modules are
+    looked at too, and ``ours`` means that very patch; without, ``ours`` is any patch of ours."""
     try:
         facts = _facts(python, spec, env, timeout)
     except AgentFailure as failure:
@@ -111,8 +113,9 @@ def read_state(
 def _facts(
     python: str, spec: Optional[PatchSpec] = None, env: Optional[Mapping[str, str]] = None, timeout: float = 30.0
 ) -> EngineFacts:
-    """The engine, with the modules of ``spec`` and those that a record of ours names."""
+    """The engine, with the modules of ``spec`` and those that a record of ours names. ``env`` adds to our own."""
     wanted = _modules(spec) if spec else []
+    env = {**os.environ, **(env or {})}
     facts = engine.query(python, wanted, env=env, timeout=timeout)
     record = patchrecord.load(Path(facts.site))
     others = [m.module for m in record.modules if m.module not in wanted] if record else []
@@ -259,7 +262,7 @@ def _edit(
         "marker": f"{MARKER}{spec.name}@{spec.version}",
     }
     arguments = ["-I", "-B", "-c", _RUN_EDIT, str(engine.bundle_root())]
-    answer = engine.run_json(facts.python, arguments, request, timeout=_limit(ctx))
+    answer = engine.run_json(facts.python, arguments, request, facts.env, _limit(ctx))
     if "refused" in answer:
         raise AgentFailure(
             "conflict",

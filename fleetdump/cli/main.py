@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import click
@@ -56,6 +57,9 @@ for _command in (init, check, deploy, status, logs, diagnose, extract, collect, 
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what this locale cannot show is no reason to fail
     try:
         cli.main(standalone_mode=False)
     except FleetdumpError as error:

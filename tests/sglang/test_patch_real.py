@@ -21,10 +21,16 @@ PATCHES = Path(__file__).parents[2] / "patches"
 pytestmark = pytest.mark.sglang
 
 
-def tree(root: Path) -> dict[str, str]:
-    """Hash of every file of site-packages."""
-    files = (path for path in root.rglob("*") if path.is_file())
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def tree(root: Path) -> dict[str, object]:
+    """Every file of site-packages: SHA-256 of those of sglang and of those beside the packages, size and time of the
+    others (torch alone is a gigabyte)."""
+
+    def state(path: Path) -> object:
+        if path.parent == root or (root / "sglang") in path.parents:
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+        return path.stat().st_size, path.stat().st_mtime_ns
+
+    return {str(path.relative_to(root)): state(path) for path in root.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
