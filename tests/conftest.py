@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,13 @@ from fleetdump.fleet.bundle import Bundle, build
 from fleetdump.inventory import HostConfig
 
 HERE = Path(__file__).parent
+
+
+def pytest_configure() -> None:
+    """Under nohup, and where a shell started us in the background, SIGINT is ignored and children inherit that: tests
+    that interrupt a command would wait for ever."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -160,11 +160,12 @@ def launch(args: LaunchArgs, ctx: AgentContext) -> LaunchResult:
     plan = _plan(args)
     record = load_record(ctx.state, args.server.name)
     members = living(record) if record else []
-    if record and members:
-        if record.identity == plan.identity and is_alive(record.pid, record.start_time):
+    if record and members and is_alive(record.pid, record.start_time):
+        if record.identity == plan.identity:
             return LaunchResult(server_state(record), True, record.argv, record.log)
         if not args.replace:
             raise _already_runs(record)
+    # Members without a launcher are what is left of a server of ours that died: nobody can use them again.
     _check(args, {m.pid for m in members})
     if record and members:
         _end(record, ctx, grace=30.0)

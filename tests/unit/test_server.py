@@ -296,6 +296,26 @@ def test_orphans_of_a_dead_launcher_are_found_by_their_session(
     assert living(record) == []
 
 
+def test_launching_again_clears_what_a_dead_launcher_left(
+    server: ServerSpec, ctx: AgentContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with other arguments and without ``replace``: nobody can use the remains, so nothing is replaced."""
+    monkeypatch.setattr("fleetdump.agent.server.ORPHAN_GRACE", 0.3)
+    server.args = ["--children"]
+    launch(LaunchArgs(server), ctx)
+    pid = listening(ctx)
+    before = load_record(ctx.state, "main")
+    assert before is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not procfs.is_alive(pid))
+    server.args = []
+
+    again = launch(LaunchArgs(server), ctx)
+
+    assert not again.reused
+    assert living(before) == []
+
+
 @pytest.mark.parametrize("field", ["start_time", "boot"])
 def test_a_process_that_only_has_the_number_of_our_server_is_left_alone(
     server: ServerSpec, ctx: AgentContext, field: str
