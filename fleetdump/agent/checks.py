@@ -103,8 +103,8 @@ def check_model(server: ServerSpec, layers: Sequence[int]) -> Checked:
             Finding(
                 "layers",
                 "blocker",
-                f"layer ids {wrong} do not exist: the model has {model.num_layers} layers",
-                f"choose entry ids from 0 to {model.num_layers}",
+                f"entry ids {wrong} do not exist: the model has {model.num_layers} layers",
+                f"choose from 0 to {model.num_layers} with layer_ids: input, to {model.num_layers - 1} with output",
             )
         )
     return Checked(findings, {"model": model})

@@ -25,7 +25,7 @@ from fleetdump.agent.protocol import (
     RunProgress,
     SubmitArgs,
 )
-from fleetdump.agent.server import load_record
+from fleetdump.agent.server import PASSED, load_record
 from fleetdump.agent.share import FINISHED, Share, ShareSpec, shares_of, valid_names
 
 START_SECONDS = 10.0
@@ -182,6 +182,13 @@ def _check_server(args: SubmitArgs, state: State) -> None:
     mismatch = capture_mismatch(record, args.capture)
     if mismatch:
         raise AgentFailure("conflict", mismatch, next_step="fleetdump deploy --replace --patch hidden-states")
+    if record.selfcheck not in ("", PASSED) and not args.allow_failed_selfcheck:
+        raise AgentFailure(
+            "conflict",
+            f"the last self-check of server {args.server} failed",
+            why=record.selfcheck,
+            next_step="fleetdump deploy checks it again; --allow-failed-selfcheck takes the numbers as they are",
+        )
 
 
 def _check_disk(args: SubmitArgs) -> None:

@@ -297,6 +297,8 @@ class ServerState:
     launch_id: str = ""
     patch: str = ""
     phase: str = ""
+    selfcheck: str = ""
+    """Empty before one ran, ``passed``, or why the last one failed."""
     started_at: float = 0.0
     uptime: float = 0.0
 
@@ -519,6 +521,8 @@ class SubmitArgs:
     """0: no limit but the server's; else longer samples are rejected with reason too_long."""
     token_budget: int = 32768
     max_attempts: int = 3
+    allow_failed_selfcheck: bool = False
+    """Without it a server whose last self-check failed gets no work."""
     engine: str = ""
     patch_sha256: str = ""
     model_sha256: str = ""

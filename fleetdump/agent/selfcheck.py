@@ -25,7 +25,7 @@ from fleetdump.agent.generate import post
 from fleetdump.agent.jsonl import read_lines
 from fleetdump.agent.loop import Timing
 from fleetdump.agent.protocol import AgentFailure, Finding, SelfCheckArgs, SelfCheckResult
-from fleetdump.agent.server import ServerRecord, load_record
+from fleetdump.agent.server import PASSED, ServerRecord, load_record, save_record
 from fleetdump.agent.share import Share, ShareSpec
 
 TOP_LOGPROBS = 5
@@ -43,8 +43,17 @@ DEFAULT_PROMPTS = [
 
 
 def selfcheck(args: SelfCheckArgs, ctx: AgentContext) -> SelfCheckResult:
-    """Check one server that is ready; nothing of the check is left behind."""
+    """Check one server that is ready; nothing of the check is left behind but its outcome in the server's record."""
     record = _capturing_server(args, ctx.state)
+    result = _check(record, args, ctx)
+    current = load_record(ctx.state, args.server)
+    if current is not None and current.launch_id == record.launch_id:
+        current.selfcheck = PASSED if result.passed else result.detail
+        save_record(ctx.state, current)
+    return result
+
+
+def _check(record: ServerRecord, args: SelfCheckArgs, ctx: AgentContext) -> SelfCheckResult:
     run = f"{SELFCHECK_PREFIX}{record.launch_id}-{secrets.token_hex(2)}"
     _remove_old(args, ctx.state)
     share = Share(ctx.state.share(run, args.server))
@@ -117,6 +126,7 @@ def _judge(
     job = {
         "model_path": record.model_path,
         "directory": str(spec.directory),
+        "layers": args.capture.layers,
         "tolerance": args.tolerance,
         "samples": [
             {

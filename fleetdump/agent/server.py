@@ -34,6 +34,7 @@ from fleetdump.agent.protocol import (
 from fleetdump.agent.scrub import scrub_argv
 from fleetdump.agent.share import runs_of, shares_of
 
+PASSED = "passed"
 OLD_LOGS = 5
 POLL = 0.1
 ORPHAN_GRACE = 3.0
@@ -50,6 +51,7 @@ class ServerRecord:
     not known yet. ``ready``, ``phase`` and ``lines`` are kept up to date by ``watch``; ``stopped_at`` is set by
     ``stop``. ``identity`` is the SHA-256 of the full argv, environment, patch and capture settings: a launch with the
     same identity is the same server. ``boot`` is the kernel's boot id: start times count from boot.
+    ``selfcheck`` is empty before one ran, ``passed``, or why the last one failed.
     ``import_env`` are the values of ``protocol.IMPORT_VARIABLES`` in its environment, for workers of this server."""
 
     name: str
@@ -77,6 +79,7 @@ class ServerRecord:
     capture_dir: str = ""
     boot: str = ""
     import_env: Dict[str, str] = field(default_factory=dict)
+    selfcheck: str = ""
     v: int = 1
 
 
@@ -143,6 +146,7 @@ def server_state(record: ServerRecord) -> ServerState:
         launch_id=record.launch_id,
         patch=record.patch_sha256,
         phase=record.phase,
+        selfcheck=record.selfcheck,
         started_at=record.started_at,
         uptime=time.time() - record.started_at if running else 0.0,
     )

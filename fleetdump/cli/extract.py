@@ -34,13 +34,12 @@ SHOWN_BROKEN = 5
 
 
 @click.command(short_help="Run a data set through the fleet, each sample once.")
-@click.option(
-    "--data", required=True, type=click.Path(path_type=Path), help="JSONL (.gz): messages, text, or input_ids rows."
-)
+@click.option("--data", required=True, type=click.Path(path_type=Path), help="JSONL (.gz) rows; docs/data.md.")
 @click.option("--run", "run_name", default="", metavar="NAME", help="Name of the run.  [default: the data file's name]")
 @click.option("--max-tokens", type=click.IntRange(0), default=0, help="Reject longer samples.  [default: no limit]")
 @click.option("--token-budget", type=click.IntRange(1), default=32768, show_default=True, help="In flight, a server.")
 @click.option("--max-attempts", type=click.IntRange(1, 20), default=3, show_default=True)
+@click.option("--allow-failed-selfcheck", is_flag=True, help="Use servers whose self-check failed.")
 @click.option("--detach", is_flag=True, help="Start it and leave; call extract again to watch.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @fleet_options
@@ -51,6 +50,7 @@ def extract(
     max_tokens: int,
     token_budget: int,
     max_attempts: int,
+    allow_failed_selfcheck: bool,
     detach: bool,
     runs_dir: Path,
 ) -> None:
@@ -60,13 +60,19 @@ def extract(
     same command again later to watch or, after a crash, to take the run up where it stands.
 
     \b
+    A row of DATA is one of:
+      {"id": "a1", "messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+      {"id": "a2", "text": "every token is supervised"}
+      {"id": "a3", "input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
+
+    \b
     Examples:
       fleetdump extract --data conversations.jsonl
       fleetdump extract --data conversations.jsonl --run second --host @small --detach
     """
     run_name = run_name or _run_name(data)
     hosts = options.select(read_only=False)
-    settings = ExtractSettings(max_tokens, token_budget, max_attempts)
+    settings = ExtractSettings(max_tokens, token_budget, max_attempts, allow_failed_selfcheck)
     require_run_name(run_name)
     rows = take_in(read_rows(data))
     targets = targets_of(hosts)
@@ -116,6 +122,8 @@ def _show(host: str, shares: list[RunProgress]) -> None:
         if share.rejected:
             text += f", {share.rejected} rejected (their reasons: fleetdump collect)"
         out.print(text + (f"; {share.detail}" if share.detail else ""), markup=False)
+        for note in share.notes:
+            out.print(f"  {note}", markup=False)
 
 
 def _code(shares: list[RunProgress]) -> ExitCode:

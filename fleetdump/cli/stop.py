@@ -17,6 +17,12 @@ def _show(host: str, result: StopResult) -> None:
         if names
     ]
     out.print(f"{host}: {'; '.join(words) or 'nothing of ours was running'}", markup=False)
+    if result.killed:
+        out.print(
+            "  killed: it did not end by itself within the grace; nothing that was captured is lost", markup=False
+        )
+    for extraction in result.waiting:
+        out.print(f"  extraction {extraction} waits, and goes on after the next deploy", markup=False)
 
 
 @click.command(short_help="Stop our servers.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Inventory:
         With ``ad_hoc`` a ``[user@]host[:port]`` that the inventory does not have gets its defaults and comes last.
         Raises ``UsageError`` naming every pattern that matches nothing, each with the nearest valid name.
         """
-        selection = self._select(patterns, exclude, unlisted=ad_hoc)
+        selection = self._select(patterns, exclude, unlisted=lambda _: ad_hoc)
         for host in selection.hosts:
             if host.name in selection.unlisted and any(not server.python for server in host.servers):
                 raise UsageError(
@@ -48,13 +48,14 @@ class Inventory:
         return selection.hosts
 
     def select_read_only(self, patterns: Sequence[str], exclude: Sequence[str] = ()) -> Selection:
-        """Like ``select`` for verbs that change nothing: an unlisted host is allowed, and the caller is told."""
-        return self._select(patterns, exclude, unlisted=True)
+        """Like ``select`` for verbs that change nothing: an unlisted address is allowed, and the caller is told. A bare
+        name is not: it is more likely a slip of the pen."""
+        return self._select(patterns, exclude, unlisted=lambda piece: any(mark in piece for mark in ".:@"))
 
-    def _select(self, patterns: Sequence[str], exclude: Sequence[str], unlisted: bool) -> Selection:
+    def _select(self, patterns: Sequence[str], exclude: Sequence[str], unlisted: Callable[[str], bool]) -> Selection:
         wanted, unmatched = self._match(patterns)
         unwanted, unmatched_exclude = self._match(exclude)
-        extra = self._destinations(unmatched) if unlisted else {}
+        extra = self._destinations([piece for piece in unmatched if unlisted(piece)])
         unknown = [piece for piece in unmatched if piece not in extra] + unmatched_exclude
         if unknown:
             raise self._nothing_matches(unknown)

@@ -364,5 +364,5 @@ def require_whole(report: CollectReport, pulls: list[PullReport]) -> None:
         raise FleetdumpError(
             f"run {report.run} is not complete",
             why="; ".join(problems[:5]) + (f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""),
-            next_step="fleetdump status shows what is still running; collect again when it is done",
+            next_step="fleetdump extract with the same data goes on where the run stands; then collect again",
         )

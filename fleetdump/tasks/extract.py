@@ -85,6 +85,7 @@ class ExtractSettings:
     max_tokens: int = 0
     token_budget: int = 32768
     max_attempts: int = 3
+    allow_failed_selfcheck: bool = False
 
 
 def take_in(rows: Iterable[Row | BrokenRow]) -> DataSet:
@@ -167,6 +168,7 @@ def submit(host: Host, plan: RunPlan, settings: ExtractSettings, ledger: Ledger)
             max_tokens=settings.max_tokens,
             token_budget=settings.token_budget,
             max_attempts=settings.max_attempts,
+            allow_failed_selfcheck=settings.allow_failed_selfcheck,
             engine=facts.engine,
             patch_sha256=facts.patch.sha256 if facts.patch else "",
             model_sha256=facts.model.sha256 if facts.model else "",

@@ -27,7 +27,7 @@ def visible(text: str) -> str:
 
 def quoted(text: str) -> str:
     """``text`` for use inside a line with markup: nothing of it is markup, and it stays on that line."""
-    return escape(text.replace("\n", "\\n"))
+    return escape(text.replace("\n", "\\n").replace("\t", "    "))
 
 
 class SafeConsole(Console):

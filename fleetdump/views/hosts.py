@@ -82,6 +82,7 @@ def show_status(host: str, status: StatusResult) -> None:
             f"  server {quoted(server.name)}: {server.state}"
             + (f", pid {server.pid}, port {server.port}, up {duration(server.uptime)}" if lives else "")
             + (f", phase {quoted(server.phase)}" if server.phase and server.state != "ready" else "")
+            + (f", self-check {_selfcheck(server.selfcheck)}" if lives and server.selfcheck else "")
         )
     for share in status.shares:
         out.print(
@@ -89,6 +90,10 @@ def show_status(host: str, status: StatusResult) -> None:
             f" {share.tokens_per_second:.0f} tok/s, {size(share.bytes_written)}"
             + (f"; {quoted(share.detail)}" if share.detail else "")
         )
+
+
+def _selfcheck(outcome: str) -> str:
+    return outcome if outcome == "passed" else f"[bold red]failed[/]: {quoted(outcome)}"
 
 
 # --------------------------------------------------------------------------- deploy

@@ -14,6 +14,8 @@ from fleetdump.views.console import duration, err, quoted, size, visible
 
 PLAIN_SECONDS = 5.0
 """How often a line is printed where the output is no terminal."""
+QUIET_SECONDS = 30.0
+"""Without a sample for so long the view says so, and what to do."""
 
 
 class RunView:
@@ -23,6 +25,8 @@ class RunView:
         self._shares: dict[tuple[str, str], RunProgress] = {}
         self._lock = threading.Lock()
         self._printed = 0.0
+        self._done = 0
+        self._moved = time.monotonic()
         self._live = Live(get_renderable=self._render, console=err, refresh_per_second=2) if err.is_terminal else None
 
     def __enter__(self) -> RunView:
@@ -41,6 +45,9 @@ class RunView:
         with self._lock:
             self._shares[host, share.server] = share
             now = time.monotonic()
+            done = sum(s.done + s.rejected for s in self._shares.values())
+            if done != self._done:
+                self._done, self._moved = done, now
             due = self._live is None and now - self._printed >= PLAIN_SECONDS
             if due:
                 self._printed = now
@@ -65,8 +72,11 @@ class RunView:
             text += f", {rejected} rejected, {retries} retries"
         if done + rejected < samples and eta:
             text += f", ETA {duration(eta)}"
-        states = sorted({s.state for s in shares})
-        return f"{text} ({', '.join(states)})"
+        text += f" ({', '.join(sorted({s.state for s in shares}))})"
+        quiet = time.monotonic() - self._moved
+        if quiet >= QUIET_SECONDS and done + rejected < samples:
+            text += f"; no sample for {duration(quiet)}: fleetdump diagnose says what the server does"
+        return text
 
 
 def _share_line(host: str, server: str, share: RunProgress) -> Text:

@@ -36,10 +36,11 @@ class CheckedSample:
 
 @dataclass
 class CheckJob:
-    """What to judge; ``tolerance`` bounds the difference of log-probabilities."""
+    """What to judge. ``layers`` are the captured entry ids; ``tolerance`` bounds the log-probabilities' difference."""
 
     model_path: str
     directory: str
+    layers: list[int]
     tolerance: float
     samples: list[CheckedSample]
 
@@ -48,8 +49,9 @@ def judge(job: CheckJob) -> tuple[list[Finding], float]:
     """Findings on all samples, and the largest difference of log-probabilities."""
     directory = Path(job.directory)
     tensors = {sample.id: load_sample(directory, sample) for sample in job.samples}
-    findings = [check_values(tensors), check_layers(tensors)]
-    head = OutputHead(Path(local_model(job.model_path)))
+    model = Path(local_model(job.model_path))
+    findings = [check_values(tensors), check_layers(tensors, job.layers, number_of_layers(model))]
+    head = OutputHead(model)
     worst, where = 0.0, ""
     for sample in job.samples:
         weight, eps = load_norm(directory / sample.norm)
@@ -96,12 +98,20 @@ def check_values(tensors: dict[str, torch.Tensor]) -> Finding:
     return Finding("values", "ok", "finite, not zero, not constant")
 
 
-def check_layers(tensors: dict[str, torch.Tensor]) -> Finding:
-    """No two slots hold the same rows: that would be one layer captured twice."""
+def number_of_layers(model: Path) -> int:
+    """From config.json, also where the language model's settings lie in ``text_config``; -1 when it does not say."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return int(config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers", -1))
+
+
+def check_layers(tensors: dict[str, torch.Tensor], layers: list[int], depth: int) -> Finding:
+    """No two slots hold the same rows: that would be one layer captured twice. The exception is by definition: the
+    entry id ``depth`` (the stream after the last layer) is what the final slot holds."""
+    meanings = [*layers, depth]
     for name, tensor in tensors.items():
         for second in range(1, tensor.shape[1]):
             for first in range(second):
-                if torch.equal(tensor[:, first], tensor[:, second]):
+                if meanings[first] != meanings[second] and torch.equal(tensor[:, first], tensor[:, second]):
                     return _bad("layers", f"{name}: slots {first} and {second} hold the same values")
     return Finding("layers", "ok", "each layer differs from the others")
 

@@ -505,9 +505,11 @@ def test_unlisted_hosts_get_the_defaults(fleet: Inventory) -> None:
         ("10.9.9.9", "10.9.9.9", "me", 2222, "/p"),
         ("2001:db8::9", "2001:db8::9", "root", 23, "/p"),
     ]
-    selection = fleet.select_read_only(["new[1-2]", "gpu01"])
-    assert [h.name for h in selection.hosts] == ["gpu01", "new1", "new2"]
-    assert selection.unlisted == ["new1", "new2"]
+    selection = fleet.select_read_only(["10.9.9.[1-2]", "gpu01"])
+    assert [h.name for h in selection.hosts] == ["gpu01", "10.9.9.1", "10.9.9.2"]
+    assert selection.unlisted == ["10.9.9.1", "10.9.9.2"]
+    with pytest.raises(UsageError, match="no host matches 'gpu1'"):
+        fleet.select_read_only(["gpu1"])
 
 
 @pytest.mark.parametrize("pattern", ["x*", "@nope", "root@gpu01", "-oProxyCommand=x", "a;b"])
@@ -522,7 +524,7 @@ def test_ad_hoc_needs_an_interpreter(write: Write) -> None:
     )
     with pytest.raises(UsageError, match=r"which Python imports sglang"):
         inventory.select(["b"], ad_hoc=True)
-    assert inventory.select_read_only(["b"]).unlisted == ["b"]
+    assert inventory.select_read_only(["b.example"]).unlisted == ["b.example"]
 
 
 def test_a_large_fleet_is_quick(write: Write) -> None:

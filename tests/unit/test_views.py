@@ -131,7 +131,7 @@ def test_quoted_text_is_no_markup_and_stays_on_its_line(text: str) -> None:
     stream = io.StringIO()
     plain = SafeConsole(file=stream, soft_wrap=True, highlight=False, emoji=False)
     plain.print(f"[bold]a[/] {quoted(text)}|")
-    assert stream.getvalue() == f"a {visible(text.replace(chr(10), chr(92) + 'n'))}|\n".expandtabs(8)
+    assert stream.getvalue() == f"a {visible(text.replace(chr(10), chr(92) + 'n').replace(chr(9), ' ' * 4))}|\n"
 
 
 def test_findings_that_hosts_share_are_told_once(captured: Capture) -> None:
