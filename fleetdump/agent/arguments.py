@@ -36,6 +36,15 @@ def option_name(group: Sequence[str]) -> str:
     return group[0].partition("=")[0]
 
 
+def option_value(argv: Sequence[str], names: Sequence[str], default: str = "") -> str:
+    """Value of the first option of ``names`` in a command line, as ``--name value`` or ``--name=value``."""
+    for word, following in zip(argv, [*argv[1:], ""]):
+        name, equals, value = word.partition("=")
+        if name in names:
+            return value if equals else following
+    return default
+
+
 def merge_arguments(first: Sequence[str], more: Sequence[str]) -> List[str]:
     """``first`` and those options of ``more`` that it does not have: what the user writes wins. An option that stands
     twice with the same values is given once."""

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from typing import Any, List, Sequence
+from typing import Any
 
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.formats import FORMAT_VERSION
+from fleetdump.agent.scrub import scrub_argv
 
-_SECRET_OPTION = re.compile(r"--?(?:.*[-_])?(?:key|token|secret|password|passwd|credentials?)\Z", re.IGNORECASE)
-_HIDDEN = "***"
 _LONGEST_TEXT = 120
 _LONGEST_LIST = 32
 _NAMES_ONLY = frozenset({"env", "files"})
 """Keys whose objects map names to contents: the names are worth auditing, the contents are secret or long."""
-
-
-def scrub_argv(argv: Sequence[str]) -> List[str]:
-    """``argv`` with the values of options such as ``--api-key`` (also ``--api-key=…``) replaced by ``***``."""
-    clean: List[str] = []
-    hide_next = False
-    for word in argv:
-        option, equals, _ = word.partition("=")
-        if hide_next:
-            clean.append(_HIDDEN)
-        elif equals and _SECRET_OPTION.match(option):
-            clean.append(f"{option}={_HIDDEN}")
-        else:
-            clean.append(word)
-        hide_next = not hide_next and not equals and bool(_SECRET_OPTION.match(word))
-    return clean
 
 
 def shorten(value: Any) -> Any:

@@ -13,14 +13,16 @@ from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.model import read_model
 from fleetdump.agent.probes import host
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
-from fleetdump.agent.probes.scrub import proxy_address
 from fleetdump.agent.probes.stacks import find_py_spy
-from fleetdump.agent.protocol import AgentFailure, Finding, PatchArgs, PatchSpec, ServerSpec
-from fleetdump.agent.server import describe_port_owner, inherited_environment, living, load_record
+from fleetdump.agent.protocol import AgentFailure, Finding, Interpreter, PatchArgs, PatchSpec, ServerSpec
+from fleetdump.agent.scrub import proxy_address
+from fleetdump.agent.server import describe_port_owner, inherited_environment, living, load_records
 
 GIB = 1 << 30
 LOW_MEMORY = 4 * GIB
 LOW_SHM = GIB
+LEAST_DISK = 64 << 20
+"""Free bytes below which no capture can begin: a few pieces of one long prompt."""
 LOW_INODES = 10_000
 NOFILE = 65_535
 """SGLang raises its own soft limit to this."""
@@ -44,10 +46,10 @@ def blocked(key: str, failure: AgentFailure) -> Finding:
 
 
 # --------------------------------------------------------------------------- engine, patch, model
-def check_engine(python: str, spec: Optional[PatchSpec], ctx: AgentContext) -> Checked:
+def check_engine(interpreter: Interpreter, spec: Optional[PatchSpec], ctx: AgentContext) -> Checked:
     """The server's interpreter, its sglang, and whether ``spec`` is applied or would apply."""
     try:
-        facts = engine.query(python, env=inherited_environment())
+        facts = engine.query(interpreter.python, env={**inherited_environment(), **interpreter.env})
     except AgentFailure as failure:
         return Checked([blocked("engine", failure)])
     found = Checked(
@@ -55,21 +57,21 @@ def check_engine(python: str, spec: Optional[PatchSpec], ctx: AgentContext) -> C
         {"engine": facts.name, "engine_path": facts.package},
     )
     try:
-        found.facts["patch"] = state = patching.read_state(python, spec)
+        found.facts["patch"] = state = patching.read_state(interpreter.python, spec, interpreter.env)
         if spec is None:
             level = "warning" if state.state == "unknown" else "ok"
             found.findings.append(Finding("patch", level, f"patch state: {state.state} {state.patch}".strip()))
         elif state.state == "ours":
             found.findings.append(Finding("patch", "ok", f"patch {spec.name} {spec.version} is applied"))
         else:
-            found.findings.append(_would_apply(python, spec, ctx))
+            found.findings.append(_would_apply(interpreter, spec, ctx))
     except AgentFailure as failure:
         found.findings.append(blocked("patch", failure))
     return found
 
 
-def _would_apply(python: str, spec: PatchSpec, ctx: AgentContext) -> Finding:
-    plan = patching.patch(PatchArgs(python, spec, dry_run=True), ctx)
+def _would_apply(interpreter: Interpreter, spec: PatchSpec, ctx: AgentContext) -> Finding:
+    plan = patching.patch(PatchArgs(interpreter.python, spec, dry_run=True, env=interpreter.env), ctx)
     text = f"patch {spec.name} {spec.version} would apply"
     if plan.before.state == "other":
         text += f", replacing {plan.before.patch} {plan.before.version}"
@@ -110,13 +112,16 @@ def check_model(server: ServerSpec, layers: Sequence[int]) -> Checked:
 
 # --------------------------------------------------------------------------- ports and network
 def check_port(server: ServerSpec, state: State) -> Checked:
-    """The server's port is free, or held by that server of ours."""
+    """The server's port is free, or held by that server of ours; another one of ours can be replaced."""
     owner = procfs.port_owner(server.port)
     if owner is None:
         return Checked([Finding("port", "ok", f"port {server.port} is free")])
-    record = load_record(state, server.name)
-    if record is not None and owner.pid in {m.pid for m in living(record)}:
-        return Checked([Finding("port", "ok", f"port {server.port} is held by our server {server.name}")])
+    for record in load_records(state):
+        if owner.pid in {member.pid for member in living(record)}:
+            text = f"port {server.port} is held by our server {record.name}"
+            if record.name == server.name:
+                return Checked([Finding("port", "ok", text)])
+            return Checked([Finding("port", "warning", text, "fleetdump deploy --replace stops it first")])
     text = f"port {server.port} is taken: {describe_port_owner(owner)}"
     return Checked([Finding("port", "blocker", text, "stop that process, or choose another `port` in the inventory")])
 
@@ -152,8 +157,9 @@ def check_disk(path: str, need_bytes: int) -> Checked:
     findings = []
     if not os.access(existing, os.W_OK | os.X_OK):
         findings.append(Finding("disk", "blocker", f"{existing} may not be written", "choose another capture.dir"))
+    need_bytes = max(need_bytes, LEAST_DISK)
     if facts.free_bytes < need_bytes:
-        text = f"{facts.free_bytes / GIB:.1f} GiB free at {existing}, {need_bytes / GIB:.1f} GiB needed"
+        text = f"{facts.free_bytes / GIB:.2f} GiB free at {existing}, {need_bytes / GIB:.2f} GiB needed"
         findings.append(Finding("disk", "blocker", text, "free space, or choose another capture.dir"))
     if 0 <= facts.free_inodes < LOW_INODES:
         findings.append(Finding("disk", "warning", f"only {facts.free_inodes} inodes free at {existing}", "free some"))

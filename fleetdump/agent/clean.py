@@ -1,4 +1,4 @@
-"""Remove what is ours from this host; refuses while anything of ours lives or a patch is applied."""
+"""Remove what is ours from this host; refuses while a server of ours lives or a patch is applied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import List, Set
 
 from fleetdump.agent import engine, patching, patchrecord
 from fleetdump.agent.context import AgentContext
-from fleetdump.agent.formats import FileName
+from fleetdump.agent.formats import SELFCHECK_PREFIX, FileName
 from fleetdump.agent.protocol import AgentFailure, CleanArgs, CleanResult
 from fleetdump.agent.server import living, load_records, made_dirs
 from fleetdump.agent.share import shares_of
@@ -19,14 +19,21 @@ from fleetdump.agent.status import tree_bytes
 
 def clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
     """Remove runs' data (with ``args.data``), then the state, the agent's own bundle last. Without ``data``, runs that
-    still have shards are kept, with their state. Raises ``AgentFailure`` conflict while something of ours lives."""
+    still have shards are kept, with their state. No server lives by then, so drivers have nothing to do and are ended.
+    Raises ``AgentFailure`` conflict while a server of ours lives or a patch of ours is applied."""
     _refuse_living(ctx)
     if not args.runs:
         _refuse_patched(args, ctx)
+    with contextlib.ExitStack() as claims:
+        _stop_drivers(args, ctx, claims)
+        return _clean(args, ctx)
+
+
+def _clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
     result = CleanResult()
     kept_runs: Set[str] = set()
-    for directory in args.capture_dirs:
-        kept_runs |= _clean_capture(Path(os.path.expanduser(directory)), args, ctx, result)
+    for directory in _capture_dirs(args, ctx):
+        kept_runs |= _clean_capture(directory, args, ctx, result)
     for run in _runs(ctx, args.runs):
         if run in kept_runs:
             result.kept.append(str(ctx.state.root / "runs" / run))
@@ -45,31 +52,46 @@ def _refuse_living(ctx: AgentContext) -> None:
     if servers:
         names = ", ".join(f"{record.name} (pid {record.pid})" for record in servers)
         raise AgentFailure("conflict", "servers of ours still run", where=names, next_step="run `fleetdump stop` first")
-    drivers = [share for run in _runs(ctx, []) for share in shares_of(ctx.state, run) if share.driver_alive()]
-    if drivers:
-        names = ", ".join(f"{share.run} on {share.server}" for share in drivers)
-        raise AgentFailure(
-            "conflict",
-            "an extraction is still running",
-            where=names,
-            next_step="wait until it is done (`fleetdump status`), or stop its server and the driver will end",
-        )
+
+
+def _stop_drivers(args: CleanArgs, ctx: AgentContext, claims: contextlib.ExitStack) -> None:
+    """End the drivers of the runs that are cleaned, and hold their claims: a ``follow`` would start them again."""
+    for run in _runs(ctx, args.runs):
+        for share in shares_of(ctx.state, run):
+            claim = share.stop_driver()
+            if claim is None:
+                raise AgentFailure(
+                    "failed",
+                    "the driver of an extraction does not end",
+                    where=f"{share.run} on {share.server}, {share.root / 'driver.json'}",
+                    why="SIGKILL has no effect yet: it may wait inside the kernel, for a disk",
+                    next_step="run `fleetdump clean` again when that disk answers",
+                )
+            claims.enter_context(claim)
 
 
 def _refuse_patched(args: CleanArgs, ctx: AgentContext) -> None:
-    for python in args.pythons:
-        state = patching.read_state(python, timeout=max(1.0, min(30.0, ctx.remaining())))
+    for interpreter in args.interpreters:
+        limit = max(1.0, min(30.0, ctx.remaining()))
+        state = patching.read_state(interpreter.python, env=interpreter.env, timeout=limit)
         if state.patch:
             raise AgentFailure(
                 "conflict",
                 f"patch {state.patch} {state.version} is still applied",
-                where=python,
+                where=interpreter.python,
                 why=state.detail,
                 next_step="run `fleetdump revert` first",
             )
 
 
 # --------------------------------------------------------------------------- removing
+def _capture_dirs(args: CleanArgs, ctx: AgentContext) -> List[Path]:
+    """Where shards may lie: as the inventory says now, and as it said when each share was submitted."""
+    specs = [share.spec() for run in _runs(ctx, args.runs) for share in shares_of(ctx.state, run)]
+    names = [*args.capture_dirs, *(spec.capture.dir for spec in specs if spec)]
+    return [Path(name) for name in dict.fromkeys(os.path.expanduser(name) for name in names)]
+
+
 def _runs(ctx: AgentContext, wanted: List[str]) -> List[str]:
     names = sorted(path.name for path in (ctx.state.root / "runs").glob("*") if path.is_dir())
     return [name for name in names if not wanted or name in wanted]
@@ -86,7 +108,7 @@ def _clean_capture(directory: Path, args: CleanArgs, ctx: AgentContext, result: 
         ours = [path for path in folder.iterdir() if FileName.parse(path.name) and not path.is_symlink()]
         if not ours and folder.name not in known:
             continue
-        if ours and not args.data:
+        if ours and not args.data and not folder.name.startswith(SELFCHECK_PREFIX):
             kept.add(folder.name)
             result.kept.append(str(folder))
             continue
@@ -117,9 +139,9 @@ def _remove_empty(path: Path, result: CleanResult) -> bool:
 
 def _clean_engines(args: CleanArgs, result: CleanResult) -> None:
     """Our folder beside a package goes once no record is in it; taking and releasing its lock removes it."""
-    for python in args.pythons:
+    for interpreter in args.interpreters:
         with contextlib.suppress(AgentFailure):
-            site = Path(engine.query(python).site)
+            site = Path(engine.query(interpreter.python, env={**os.environ, **interpreter.env}).site)
             if (site / patchrecord.FOLDER).is_dir():
                 with patchrecord.locked(site):
                     pass

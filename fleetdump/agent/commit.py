@@ -101,6 +101,10 @@ class Committer:
     def manifest_bytes(self) -> int:
         return self._share.manifest.stat().st_size
 
+    def rest(self) -> None:
+        """Nothing will come for a while: close the token shard, so that what exists can be collected."""
+        self._tokens.rest()
+
     def close_tokens(self) -> None:
         """Close the token shard: nothing is committed after this."""
         self._tokens.close()

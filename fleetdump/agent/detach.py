@@ -1,4 +1,4 @@
-"""Processes that outlive the agent, and the identity of a process: its pid together with its start time."""
+"""Processes that outlive the agent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
+
+from fleetdump.agent.procfs import start_time
 
 
 def spawn_detached(argv: Sequence[str], *, log_path: Path, env: Optional[Dict[str, str]] = None) -> Tuple[int, int]:
@@ -38,26 +40,3 @@ def spawn_detached(argv: Sequence[str], *, log_path: Path, env: Optional[Dict[st
 
 def _ignore_hangup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
-def start_time(pid: int) -> Optional[int]:
-    """Clock ticks after boot at which ``pid`` started (field 22 of /proc/<pid>/stat), None when there is none."""
-    fields = _stat_fields(pid)
-    return int(fields[19]) if fields else None
-
-
-def alive(pid: int, started: int) -> bool:
-    """Whether the process that had ``pid`` and start time ``started`` still runs; a zombie does not."""
-    fields = _stat_fields(pid)
-    return bool(fields) and int(fields[19]) == started and fields[0] not in ("Z", "X", "x")
-
-
-def _stat_fields(pid: int) -> List[str]:
-    """Fields 3 and on of /proc/<pid>/stat; field 2, the name, may itself hold spaces and parentheses."""
-    if pid <= 0:
-        return []
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Iterator, Tuple
 
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.detach import alive, spawn_detached
+from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.formats import row_line
 from fleetdump.agent.gate import capture_mismatch
 from fleetdump.agent.jsonl import fsync_directory
+from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import (
     AgentFailure,
     FollowArgs,
@@ -105,7 +106,7 @@ def start_driver(state: State, share: Share) -> None:
     while time.monotonic() < give_up:
         if share.driver_alive():
             return
-        if not alive(pid, started):
+        if not is_alive(pid, started):
             break
         time.sleep(0.02)
     if share.driver_alive() or share.progress().state in FINISHED:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
+from fleetdump.agent.access import authorization
 from fleetdump.agent.commit import Committer
 from fleetdump.agent.context import State
 from fleetdump.agent.formats import PART_SUFFIX, Writer
@@ -24,7 +25,7 @@ from fleetdump.agent.generate import context_length
 from fleetdump.agent.journals import Journals
 from fleetdump.agent.loop import DISK_FULL, Loop, Timing
 from fleetdump.agent.reporter import Reporter
-from fleetdump.agent.server import load_record
+from fleetdump.agent.server import ServerRecord, load_record
 from fleetdump.agent.shards import close_dead
 from fleetdump.agent.share import Share, ShareSpec
 
@@ -91,7 +92,7 @@ def tokenise(state: State, share: Share, spec: ShareSpec, reporter: Reporter) ->
         "rows": str(share.rows),
         "work": str(share.work),
         "max_tokens": spec.max_tokens,
-        "context_length": context_length(record.port),
+        "context_length": context_length(record.port, authorization(record.pid, record.start_time)),
     }
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answer:
         question.write(json.dumps(job).encode())
@@ -100,7 +101,7 @@ def tokenise(state: State, share: Share, spec: ShareSpec, reporter: Reporter) ->
             [record.python, "-m", "fleetdump.worker.tokenise"],
             stdin=question,
             stdout=answer,
-            env=worker_environment(record.model_path),
+            env=worker_environment(record),
             cwd="/",
         )
         while child.poll() is None:
@@ -110,13 +111,14 @@ def tokenise(state: State, share: Share, spec: ShareSpec, reporter: Reporter) ->
         raise DriverError(f"the tokeniser ended with status {child.returncode}: see {share.log}")
 
 
-def worker_environment(model_path: str) -> Dict[str, str]:
-    """Environment of a worker: our bundle first on the path, and no network for a model that lies on this machine."""
+def worker_environment(record: ServerRecord) -> Dict[str, str]:
+    """Environment of a worker: the server's imports with our bundle first on the path, and no network for a model
+    that lies on this machine."""
     bundle = str(Path(__file__).resolve().parents[2])
-    env = dict(os.environ)
+    env = {**os.environ, **record.import_env}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [bundle, env.get("PYTHONPATH", "")]))
     env["PYTHONDONTWRITEBYTECODE"] = "1"
-    if Path(model_path).is_dir():
+    if Path(record.model_path).is_dir():
         env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     return env
 

@@ -72,15 +72,16 @@ json.dump(answer, sys.stdout)
 
 @dataclass
 class EngineFacts:
-    """The engine that ``python`` would import. ``package`` is its folder, ``site`` the folder on ``sys.path`` where
-    modules beside it are found. ``modules`` has the file of each module asked for that exists, ``recorded`` the
-    SHA-256 that the wheel's RECORD gives for it (none for an editable install)."""
+    """The engine that ``python`` would import, asked in environment ``env`` (None: our own). ``package`` is its folder,
+    ``site`` the folder on ``sys.path`` where modules beside it are found. ``modules`` has the file of each module asked
+    for that exists, ``recorded`` the SHA-256 that the wheel's RECORD gives for it (none for an editable install)."""
 
     python: str
     python_version: str
     package: str
     site: str
     release: str
+    env: Optional[Dict[str, str]] = field(default=None, repr=False)
     modules: Dict[str, str] = field(default_factory=dict)
     recorded: Dict[str, str] = field(default_factory=dict)
 
@@ -119,7 +120,7 @@ def query(
             why=f"Python {answer.get('python_version')} finds no package {ENGINE}",
             next_step=f"install it there (`{path} -m pip install sglang`) or set `python` in the inventory",
         )
-    return from_json(EngineFacts, {"python": path, **answer})
+    return from_json(EngineFacts, {"python": path, "env": None if env is None else dict(env), **answer})
 
 
 def run_json(

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from fleetdump.agent import procfs
-from fleetdump.agent.context import AgentContext
+from fleetdump.agent import healthy, procfs
+from fleetdump.agent.arguments import option_value
+from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.evidence_report import write_bundle
 from fleetdump.agent.evidence_types import (
     DiskFacts,
@@ -26,12 +27,13 @@ from fleetdump.agent.evidence_types import (
 from fleetdump.agent.probes import gpu, host, net, process, stacks, strace
 from fleetdump.agent.probes.bounded import Pending, Probes
 from fleetdump.agent.probes.logfile import LogReader
-from fleetdump.agent.probes.scrub import proxy_address
 from fleetdump.agent.progress import Rates
-from fleetdump.agent.protocol import AgentFailure, EvidenceArgs, EvidenceResult, to_json
+from fleetdump.agent.protocol import AgentFailure, EvidenceArgs, EvidenceResult, HealthyProfile, to_json
+from fleetdump.agent.scrub import proxy_address
 from fleetdump.agent.server import ServerRecord, load_record, load_records
 
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
+HEALTHY_LIMIT = 9.0
 PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy")
 ENVIRONMENT_PREFIXES = ("SGLANG_", "SGL_", "NCCL_", "GLOO_", "CUDA_", "TORCH", "OMP_", "HF_", "TRANSFORMERS_", "PYTHON")
 
@@ -39,7 +41,7 @@ ENVIRONMENT_PREFIXES = ("SGLANG_", "SGL_", "NCCL_", "GLOO_", "CUDA_", "TORCH", "
 def evidence(args: EvidenceArgs, ctx: AgentContext) -> EvidenceResult:
     """Verb ``evidence``: look at a server of ours by name, or at any by port or launcher pid."""
     target = find_target(args, ctx)
-    watch = WatchFacts(patiences=args.patience) if args.patience else None
+    watch = WatchFacts(patiences=args.patience)
     data, folder = collect(target, ctx, seconds=args.seconds, deep=args.deep, watch_facts=watch)
     return EvidenceResult(data, folder)
 
@@ -52,7 +54,7 @@ def collect(
     Returns the JSON of ``Evidence`` and the folder of its bundle, ``diagnoses/<time>-<name>/``. Takes about
     ``seconds`` + 10 s at most, even when probes hang.
     """
-    collector = _Collector(target, max(0.5, seconds), watch_facts)
+    collector = _Collector(target, max(0.5, seconds), watch_facts, ctx.state)
     found = collector.stage_one()
     if deep or not (made_progress(found) or is_healthy(found)):
         collector.stage_two(found)
@@ -86,7 +88,12 @@ def find_target(args: EvidenceArgs, ctx: AgentContext) -> Target:
         record = load_record(ctx.state, args.server)
         if record is None:
             known = ", ".join(r.name for r in load_records(ctx.state)) or "none"
-            raise AgentFailure("not_found", f"no server {args.server!r} here", why=f"servers of ours: {known}")
+            raise AgentFailure(
+                "not_found",
+                f"server {args.server} was never launched here",
+                why=f"servers of ours on this host: {known}",
+                next_step="launch it with `fleetdump deploy`, or name any other server with --port or --pid",
+            )
         return target_of(record)
     if args.port:
         owner = procfs.port_owner(args.port)
@@ -144,28 +151,21 @@ def target_of_pid(pid: int, port: int = 0) -> Target:
         pid=sample.pid,
         start_time=sample.start_time,
         session=sample.pid if sample.sid == sample.pid else 0,
-        port=port or int(_option(sample.cmdline, ("--port",), "30000")),
-        host=_option(sample.cmdline, ("--host",), "127.0.0.1"),
+        port=port or int(option_value(sample.cmdline, ("--port",), "30000")),
+        host=option_value(sample.cmdline, ("--host",), "127.0.0.1"),
         log=stdout if stdout.startswith("/") and stdout != "/dev/null" else "",
-        ranks=int(_option(sample.cmdline, TENSOR_PARALLEL, "1")),
+        ranks=int(option_value(sample.cmdline, TENSOR_PARALLEL, "1")),
         python=os.path.join(procfs.read_link(f"{procfs.PROC}/{sample.pid}/cwd") or "", (sample.cmdline or [""])[0]),
     )
 
 
-def _option(argv: List[str], names: Tuple[str, ...], default: str) -> str:
-    for word, following in zip(argv, [*argv[1:], ""]):
-        name, equals, value = word.partition("=")
-        if name in names:
-            return value if equals else following
-    return default
-
-
 # --------------------------------------------------------------------------- collecting
 class _Collector:
-    def __init__(self, target: Target, seconds: float, watch: Optional[WatchFacts]) -> None:
+    def __init__(self, target: Target, seconds: float, watch: Optional[WatchFacts], state: State) -> None:
         self._target = target
         self._seconds = seconds
         self._watch = watch
+        self._state = state
         self._probes = Probes()
 
     def stage_one(self) -> Evidence:
@@ -183,7 +183,7 @@ class _Collector:
             taken_at=time.time(),
             seconds=round(second.at - first.at, 3),
             hostname=os.uname().nodename,
-            launcher_alive=procfs.is_alive(target.pid, target.start_time),
+            launcher_alive=procfs.is_alive(target.pid, target.start_time or None),
             uptime=_uptime(target.pid),
             watch=self._watch,
             probes=probes.records,
@@ -220,9 +220,16 @@ class _Collector:
             "lock files": start("lock files", lambda: host.lock_files(_home(), living), [], 3.0),
             "environment": start("environment", lambda: host.environment(anyone), {}, 3.0),
         }
+        if target.server and self._watch and self._watch.healthy is None:
+            pending["healthy starts"] = start("healthy starts", self._healthy, None, HEALTHY_LIMIT)
         for use, path in places.items():
             pending[f"disk {use}"] = start(f"disk {use}", _disk_probe(use, path), None, 3.0)
         return pending
+
+    def _healthy(self) -> Optional[HealthyProfile]:
+        """What healthy starts of this server of ours took; a watcher has brought it along already."""
+        record = load_record(self._state, self._target.server)
+        return healthy.profile(self._state, healthy.kind_of(record, HEALTHY_LIMIT)[1]) if record else None
 
     def _port(self, pids: List[int]) -> Tuple[PortFacts, List[Any]]:
         facts = net.port_facts(self._target, pids)
@@ -238,6 +245,8 @@ class _Collector:
         found.locks = taken["locks"]
         found.lock_files = taken["lock files"]
         found.disks = [taken[name] for name in slow if name.startswith("disk ") and taken[name]]
+        if found.watch and "healthy starts" in taken:
+            found.watch.healthy = taken["healthy starts"]
         environment = taken["environment"]
         found.env_names = sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIXES))
         found.proxy = _proxies(environment)

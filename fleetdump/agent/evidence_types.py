@@ -19,7 +19,8 @@ EVIDENCE_VERSION = 1
 
 @dataclass
 class Target:
-    """The server to look at. ``pid`` is its launcher; ``session`` its session id (0: the launcher's own tree only)."""
+    """The server to look at. ``pid`` is its launcher, ``start_time`` tells it from a later process of that number
+    (0: not known); ``session`` is its session id (0: the launcher's own tree only)."""
 
     pid: int
     start_time: int = 0

@@ -20,6 +20,8 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 SERVER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}\Z")
 PART_SUFFIX = ".part"
 """A shard's name while it is open."""
+SELFCHECK_PREFIX = "selfcheck-"
+"""Runs of the self-check begin so: they hold nothing that anybody collects, and no user's run may be called so."""
 
 
 class FormatError(ValueError):
@@ -119,6 +121,11 @@ class FileName:
             writer = Writer.parse(match.group(2))
             return cls(match.group(1), writer) if writer else None
         return cls("norm") if re.match(r"norm-.+-[0-9a-f]{8}\.safetensors\Z", name) else None
+
+
+def is_run_name(text: str) -> bool:
+    """Whether a user's run may be called ``text``; it becomes the name of folders."""
+    return bool(RUN_NAME.match(text)) and ".." not in text and not text.startswith(SELFCHECK_PREFIX)
 
 
 def norm_name(server: str, launch_id: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import Dict, Optional
 
+from fleetdump.agent.access import authorization
 from fleetdump.agent.context import State
-from fleetdump.agent.detach import alive
 from fleetdump.agent.generate import is_ready
+from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import CaptureSpec
 from fleetdump.agent.server import ServerRecord, load_record
 
@@ -21,10 +22,12 @@ class Launch:
     pid: int
     start_time: int
     port: int
+    headers: Dict[str, str] = field(default_factory=dict, repr=False)
+    """What its requests need to be let in."""
 
     def lives(self) -> bool:
         """Whether the launcher process runs; it serves HTTP, so without it nothing is answered."""
-        return alive(self.pid, self.start_time)
+        return is_alive(self.pid, self.start_time)
 
 
 @dataclass
@@ -42,7 +45,8 @@ def probe(state: State, server: str, capture: CaptureSpec) -> Probe:
     record = load_record(state, server)
     if record is None:
         return Probe(None, f"server {server} was never launched here: waiting for fleetdump deploy")
-    launch = Launch(record.launch_id, record.pid, record.start_time, record.port)
+    headers = authorization(record.pid, record.start_time)
+    launch = Launch(record.launch_id, record.pid, record.start_time, record.port, headers)
     if record.stopped_at or not launch.lives():
         how = "is stopped" if record.stopped_at else f"died (pid {record.pid})"
         stopped = record.launch_id if record.stopped_at else ""

@@ -7,12 +7,14 @@ import json
 import queue
 import threading
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 REQUEST_SECONDS = 3600.0
 """A server that answers nothing for so long is not waited for; a hang is seen and ended by ``watch``, not here."""
 
 PROBE_SECONDS = 30.0
+
+Headers = Mapping[str, str]
 
 
 @dataclass
@@ -26,20 +28,25 @@ class Reply:
     refused: bool = False
 
 
-def post(port: int, path: str, body: Dict[str, Any], timeout: float = REQUEST_SECONDS) -> Reply:
-    """POST ``body`` as JSON to 127.0.0.1; never raises for what a server or network can do."""
-    return _request("POST", port, path, json.dumps(body).encode(), timeout)
+def post(
+    port: int, path: str, body: Dict[str, Any], headers: Optional[Headers] = None, timeout: float = REQUEST_SECONDS
+) -> Reply:
+    """POST ``body`` as JSON to 127.0.0.1; never raises for what a server or network can do. ``headers``: those of
+    ``access.authorization``."""
+    return _request("POST", port, path, json.dumps(body).encode(), headers, timeout)
 
 
-def get(port: int, path: str, timeout: float = PROBE_SECONDS) -> Reply:
+def get(port: int, path: str, headers: Optional[Headers] = None, timeout: float = PROBE_SECONDS) -> Reply:
     """GET from 127.0.0.1, likewise."""
-    return _request("GET", port, path, None, timeout)
+    return _request("GET", port, path, None, headers, timeout)
 
 
-def _request(method: str, port: int, path: str, body: Optional[bytes], timeout: float) -> Reply:
+def _request(
+    method: str, port: int, path: str, body: Optional[bytes], headers: Optional[Headers], timeout: float
+) -> Reply:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
-        connection.request(method, path, body, {"Content-Type": "application/json"})
+        connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
         response = connection.getresponse()
         text = response.read()
     except (OSError, http.client.HTTPException) as error:
@@ -53,10 +60,10 @@ def _request(method: str, port: int, path: str, body: Optional[bytes], timeout: 
     return Reply(response.status, text[:300].decode("utf-8", "replace") if response.status != 200 else "", data)
 
 
-def prefill(port: int, rid: str, ids: List[int]) -> Reply:
+def prefill(port: int, rid: str, ids: List[int], headers: Optional[Headers] = None) -> Reply:
     """Have the server prefill ``ids`` as request ``rid``: one token is generated, greedily, and thrown away."""
     sampling = {"max_new_tokens": 1, "temperature": 0}
-    return post(port, "/generate", {"input_ids": ids, "rid": rid, "sampling_params": sampling})
+    return post(port, "/generate", {"input_ids": ids, "rid": rid, "sampling_params": sampling}, headers)
 
 
 def is_ready(port: int) -> bool:
@@ -64,10 +71,10 @@ def is_ready(port: int) -> bool:
     return get(port, "/health").status == 200
 
 
-def context_length(port: int) -> int:
+def context_length(port: int, headers: Optional[Headers] = None) -> int:
     """The longest prompt (plus one) that the server takes, 0 when it does not say."""
     for path in ("/server_info", "/get_server_info"):
-        reply = get(port, path)
+        reply = get(port, path, headers)
         if reply.status == 200 and isinstance(reply.data, dict):
             known = [reply.data.get(key) for key in ("context_length", "max_req_input_len", "max_total_num_tokens")]
             return min((number for number in known if isinstance(number, int) and number > 0), default=0)

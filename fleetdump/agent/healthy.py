@@ -7,12 +7,15 @@ import json
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence, Tuple
 
+from fleetdump.agent import engine
 from fleetdump.agent.context import State
 from fleetdump.agent.formats import FORMAT_VERSION
 from fleetdump.agent.jsonl import append_lines, decode_record, open_journal, read_lines
-from fleetdump.agent.protocol import HealthyProfile
+from fleetdump.agent.probes.bounded import ProbeFailed, run_command
+from fleetdump.agent.protocol import AgentFailure, HealthyProfile
+from fleetdump.agent.server import ServerRecord
 
 FILE = "healthy.jsonl"
 REMEMBERED = 20
@@ -43,6 +46,20 @@ def start_key(model_path: str, engine: str, argv: Sequence[str], gpus: Sequence[
     model = os.path.basename(model_path.rstrip("/"))
     kind = [model, engine, _without_places(argv[1:]), sorted(gpus)]
     return hashlib.sha256(json.dumps(kind).encode()).hexdigest()
+
+
+def kind_of(record: ServerRecord, timeout: float = 30.0) -> Tuple[str, str]:
+    """Engine name and ``start_key`` of a launched server: what its start is compared with. Runs the server's
+    interpreter (up to ``timeout`` seconds) and nvidia-smi; without either the key is of what is known."""
+    try:
+        name = engine.query(record.python, env={**os.environ, **record.import_env}, timeout=timeout).name
+    except AgentFailure:
+        name = ""
+    try:
+        output = run_command(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], 8.0).stdout
+    except ProbeFailed:
+        output = ""
+    return name, start_key(record.model_path, name, record.argv, output.splitlines())
 
 
 def remember(state: State, start: HealthyStart) -> bool:

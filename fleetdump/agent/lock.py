@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Iterator, Optional
 
 from fleetdump.agent.context import AgentContext
-from fleetdump.agent.detach import alive, start_time
+from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import AgentFailure, ProtocolError, from_json, to_json
 
 
@@ -64,14 +64,14 @@ def _acquire(directory: Path, me: Holder) -> None:
     """Put a directory that already holds ``me`` in place by rename: it fails on any lock that is not empty, so there is
     no moment at which a lock exists without its holder."""
     ready = directory.with_name(f"lock.{me.pid}.{me.start_time}")
-    ready.mkdir(mode=0o700, exist_ok=True)
-    (ready / "holder.json").write_text(json.dumps(to_json(me)))
     try:
+        ready.mkdir(mode=0o700, exist_ok=True)
+        (ready / "holder.json").write_text(json.dumps(to_json(me)))
         if _put(ready, directory):
             return
         with _takeover_guard(directory):
             holder = read_holder(directory)
-            if holder is not None and alive(holder.pid, holder.start_time):
+            if holder is not None and is_alive(holder.pid, holder.start_time):
                 raise _busy(holder)
             shutil.rmtree(str(directory), ignore_errors=True)
             if _put(ready, directory):

@@ -238,6 +238,8 @@ class Loop:
         for ready in batch:
             self._settled(ready.sample.id)
         self.ready = {}
+        if self.launch is None:
+            self.committer.rest()
 
     def _settled(self, sample_id: str) -> None:
         sample = self.open.pop(sample_id, None)
@@ -284,7 +286,7 @@ class Loop:
         sample.attempt = rid.attempt
         ids, _ = self.share.read_sample(sample)
         self.sent[sample.id] = sent
-        self.threads.run(lambda: Answer(sent, prefill(launch.port, str(rid), ids)))
+        self.threads.run(lambda: Answer(sent, prefill(launch.port, str(rid), ids, launch.headers)))
 
     def _failed(self, sent: Sent, reason: str, detail: str) -> None:
         """An attempt ended without a sample: try again later, or reject."""

@@ -61,11 +61,13 @@ def patch(args: PatchArgs, ctx: AgentContext) -> PatchResult:
     that this very patch is already in stay patched. Raises ``AgentFailure``: conflict for files that somebody else
     changed and for a release or model that the patch is not for, not_found for a missing engine or module, permission
     for a read-only package."""
-    facts = _facts(args.python, args.patch, timeout=_limit(ctx))
+    facts = _facts(args.python, args.patch, args.env, _limit(ctx))
     site = Path(facts.site)
     if args.dry_run:
         spec, before = _needed(facts, args.patch, args.models)
         changes = [] if _is_in(before, spec) else _plan(facts, spec, before, ctx)
+        if changes:
+            _require_writable(facts)
         return _result(spec, facts, before.state, before.state, changes, before.record)
     _require_writable(facts)
     with patchrecord.locked(site):
@@ -82,7 +84,7 @@ def patch(args: PatchArgs, ctx: AgentContext) -> PatchResult:
 
 def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
     """Restore every file that a patch of ours changed; raises ``AgentFailure`` conflict when one was edited since."""
-    facts = _facts(args.python, timeout=_limit(ctx))
+    facts = _facts(args.python, env=args.env, timeout=_limit(ctx))
     site = Path(facts.site)
     clean = PatchState("clean")
     if not (site / FOLDER).is_dir():
@@ -104,8 +106,9 @@ def read_state(
     timeout: float = 30.0,
     models: Sequence[str] = (),
 ) -> PatchState:
-    """State of the engine that ``python`` imports, changing nothing. With ``spec`` those of its modules that ``models``
-    run are looked at too, and ``ours`` means that very patch in all of them; without, ``ours`` is any patch of ours."""
+    """State of the engine that ``python`` imports with ``env`` set, changing nothing. With ``spec`` those of its
+    modules that ``models`` run are looked at too, and ``ours`` means that very patch in all of them; without, ``ours``
+    is any patch of ours."""
     try:
         facts = _facts(python, spec, env, timeout)
     except AgentFailure as failure:
@@ -123,8 +126,9 @@ def read_state(
 def _facts(
     python: str, spec: Optional[PatchSpec] = None, env: Optional[Mapping[str, str]] = None, timeout: float = 30.0
 ) -> EngineFacts:
-    """The engine, with the modules of ``spec`` and those that a record of ours names."""
+    """The engine, with the modules of ``spec`` and those that a record of ours names. ``env`` adds to our own."""
     wanted = _modules(spec) if spec else []
+    env = {**os.environ, **(env or {})}
     facts = engine.query(python, wanted, env=env, timeout=timeout)
     record = patchrecord.load(Path(facts.site))
     others = [m.module for m in record.modules if m.module not in wanted] if record else []
@@ -289,7 +293,7 @@ def _edit(
         "marker": f"{MARKER}{spec.name}@{spec.version}",
     }
     arguments = ["-I", "-B", "-c", _RUN_EDIT, str(engine.bundle_root())]
-    answer = engine.run_json(facts.python, arguments, request, timeout=_limit(ctx))
+    answer = engine.run_json(facts.python, arguments, request, facts.env, _limit(ctx))
     if "refused" in answer:
         raise AgentFailure(
             "conflict",

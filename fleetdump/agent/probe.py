@@ -11,7 +11,7 @@ from fleetdump.agent import checks
 from fleetdump.agent.checks import Checked
 from fleetdump.agent.context import AgentContext, machine_id
 from fleetdump.agent.probes.bounded import Probes
-from fleetdump.agent.protocol import Finding, ProbeArgs, ProbeResult
+from fleetdump.agent.protocol import Finding, ProbeArgs, ProbeResult, interpreters
 from fleetdump.agent.server import load_records, server_state
 
 
@@ -37,8 +37,8 @@ def probe(args: ProbeArgs, ctx: AgentContext) -> ProbeResult:
 
 def questions_for(args: ProbeArgs, ctx: AgentContext) -> List[Question]:
     """All checks that apply to ``args``, in the order in which people read them."""
-    pythons = list(dict.fromkeys(server.python for server in args.servers))
-    questions = [Question("engine", 60.0, partial(checks.check_engine, p, args.patch, ctx)) for p in pythons]
+    engines = interpreters(args.servers)
+    questions = [Question("engine", 60.0, partial(checks.check_engine, e, args.patch, ctx)) for e in engines]
     for number, server in enumerate(args.servers):
         layers = args.layers if number == 0 else []
         questions.append(Question("model", 20.0, partial(checks.check_model, server, layers)))
@@ -49,7 +49,7 @@ def questions_for(args: ProbeArgs, ctx: AgentContext) -> List[Question]:
     questions.append(Question("memory", 5.0, checks.check_memory))
     questions.append(Question("shm", 5.0, partial(checks.check_shm, args.servers)))
     questions.append(Question("gpus", 15.0, partial(checks.check_gpus, args.servers)))
-    questions.append(Question("tools", 5.0, partial(checks.check_tools, pythons)))
+    questions.append(Question("tools", 5.0, partial(checks.check_tools, [e.python for e in engines])))
     questions.append(Question("ptrace", 5.0, checks.check_ptrace))
     questions.append(Question("nofile", 5.0, checks.check_nofile))
     return questions

@@ -199,10 +199,16 @@ def read_stat(pid: int) -> Optional[Stat]:
     return parse_stat(text) if text else None
 
 
-def is_alive(pid: int, start_time: int = 0) -> bool:
-    """Whether this very process (pid and, if given, start time) exists and is not a zombie."""
+def start_time(pid: int) -> Optional[int]:
+    """Clock ticks after boot at which ``pid`` started: with the pid they name one process. None when there is none."""
     stat = read_stat(pid)
-    return stat is not None and stat.state not in "ZX" and start_time in (0, stat.start_time)
+    return stat.start_time if stat else None
+
+
+def is_alive(pid: int, started: Optional[int] = None) -> bool:
+    """Whether ``pid`` runs and, if given, is the process that began at ``started``; a zombie does not run."""
+    stat = read_stat(pid)
+    return stat is not None and stat.state not in "ZXx" and started in (None, stat.start_time)
 
 
 def read_cmdline(pid: int, state: str) -> List[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Type, TypeVar, Union
+from typing import Any, Dict, List, Optional, Sequence, Type, TypeVar, Union
 
 PROTOCOL_VERSION = 1
 
@@ -136,6 +136,18 @@ class AgentFailure(Exception):
 
 
 # --------------------------------------------------------------------------- what is to run
+IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+"""Environment variables that decide which engine an interpreter imports."""
+
+
+@dataclass
+class Interpreter:
+    """What imports an engine: a Python interpreter, and those of ``IMPORT_VARIABLES`` that its server sets."""
+
+    python: str
+    env: Dict[str, str] = field(default_factory=dict)
+
+
 @dataclass
 class ServerSpec:
     """One SGLang server of a host, as the inventory wants it (secrets in ``env`` are resolved by the controller)."""
@@ -150,6 +162,19 @@ class ServerSpec:
     gpus: List[int] = field(default_factory=list)
     args: List[str] = field(default_factory=list)
     env: Dict[str, str] = field(default_factory=dict)
+
+    @property
+    def interpreter(self) -> Interpreter:
+        return Interpreter(self.python, {name: self.env[name] for name in IMPORT_VARIABLES if name in self.env})
+
+
+def interpreters(servers: Sequence[ServerSpec]) -> List[Interpreter]:
+    """What imports the servers' engines, each once, in the servers' order."""
+    found: List[Interpreter] = []
+    for server in servers:
+        if server.interpreter not in found:
+            found.append(server.interpreter)
+    return found
 
 
 @dataclass
@@ -328,11 +353,14 @@ class ProbeResult:
 # --------------------------------------------------------------------------- patch
 @dataclass
 class PatchArgs:
-    """Apply (or only plan) a patch to the engine that ``python`` imports. Applying twice changes nothing."""
+    """Apply (or only plan) a patch to the engine that ``python`` imports with ``env`` set. Applying twice changes
+    nothing."""
 
     python: str
     patch: PatchSpec
     dry_run: bool = False
+    env: Dict[str, str] = field(default_factory=dict)
+    """As in ``Interpreter``."""
     models: List[str] = field(default_factory=list)
     """Model directories of the servers that import this engine: only the modules that they run are patched. Empty,
     or a model that has no directory here: every module of the patch."""
@@ -352,9 +380,11 @@ class PatchResult:
 
 @dataclass
 class RevertArgs:
-    """Restore the engine that ``python`` imports, byte for byte."""
+    """Restore the engine that ``python`` imports with ``env`` set, byte for byte."""
 
     python: str
+    env: Dict[str, str] = field(default_factory=dict)
+    """As in ``Interpreter``."""
 
 
 @dataclass
@@ -461,7 +491,8 @@ class EvidenceResult:
 @dataclass
 class StopArgs:
     """Stop servers of ours (all when ``servers`` is empty): SIGTERM, up to ``grace`` seconds, then SIGKILL to what is
-    left of that server's own session, each pid verified by its start time."""
+    left of that server's own session, each pid verified by its start time. A driver of a stopped server waits for its
+    next launch; ``clean`` ends it."""
 
     servers: List[str] = field(default_factory=list)
     grace: float = 30.0
@@ -469,11 +500,13 @@ class StopArgs:
 
 @dataclass
 class StopResult:
-    """Servers by what happened to them."""
+    """Servers by what happened to them. ``waiting``: extractions of them, as ``<run> on <server>``, that go on when
+    the server is launched again."""
 
     stopped: List[str] = field(default_factory=list)
     killed: List[str] = field(default_factory=list)
     absent: List[str] = field(default_factory=list)
+    waiting: List[str] = field(default_factory=list)
 
 
 @dataclass
@@ -649,9 +682,9 @@ class SelfCheckResult:
 # --------------------------------------------------------------------------- status, clean
 @dataclass
 class StatusArgs:
-    """State of our servers, patch and runs on this host."""
+    """State of our servers and runs on this host, and the patch of the engine of ``interpreter``."""
 
-    python: str = ""
+    interpreter: Optional[Interpreter] = None
 
 
 @dataclass
@@ -667,11 +700,11 @@ class StatusResult:
 
 @dataclass
 class CleanArgs:
-    """Remove what is ours from the host. Servers and drivers must be stopped and patches reverted first.
+    """Remove what is ours from the host. Servers must be stopped and patches reverted first; drivers are ended.
     ``data`` also removes the runs' shards in ``capture_dirs``; without it runs that still have shards are kept."""
 
     capture_dirs: List[str] = field(default_factory=list)
-    pythons: List[str] = field(default_factory=list)
+    interpreters: List[Interpreter] = field(default_factory=list)
     data: bool = False
     runs: List[str] = field(default_factory=list)
     """Only these runs; empty: everything of ours."""

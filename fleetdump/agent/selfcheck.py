@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
+from fleetdump.agent.access import authorization
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.driver import work, worker_environment
-from fleetdump.agent.formats import row_line
+from fleetdump.agent.formats import SELFCHECK_PREFIX, row_line
 from fleetdump.agent.gate import capture_mismatch
 from fleetdump.agent.generate import post
 from fleetdump.agent.jsonl import read_lines
@@ -27,7 +28,6 @@ from fleetdump.agent.protocol import AgentFailure, Finding, SelfCheckArgs, SelfC
 from fleetdump.agent.server import ServerRecord, load_record
 from fleetdump.agent.share import Share, ShareSpec
 
-RUN_PREFIX = "selfcheck-"
 TOP_LOGPROBS = 5
 MARGIN_SECONDS = 5.0
 SENTENCE = "The lighthouse keeper wrote down the weather every evening, and in spring the ships came back. "
@@ -45,7 +45,7 @@ DEFAULT_PROMPTS = [
 def selfcheck(args: SelfCheckArgs, ctx: AgentContext) -> SelfCheckResult:
     """Check one server that is ready; nothing of the check is left behind."""
     record = _capturing_server(args, ctx.state)
-    run = f"{RUN_PREFIX}{record.launch_id}-{secrets.token_hex(2)}"
+    run = f"{SELFCHECK_PREFIX}{record.launch_id}-{secrets.token_hex(2)}"
     _remove_old(args, ctx.state)
     share = Share(ctx.state.share(run, args.server))
     try:
@@ -123,7 +123,7 @@ def _judge(
                 "id": line["id"],
                 "pieces": [[piece["shard"], piece["name"]] for piece in line["pieces"]],
                 "norm": line["norm"],
-                "top": _server_logprobs(record.port, ids[line["id"]]),
+                "top": _server_logprobs(record, ids[line["id"]]),
             }
             for line in lines
         ],
@@ -133,7 +133,7 @@ def _judge(
             [record.python, "-m", "fleetdump.worker.selfcheck"],
             input=json.dumps(job).encode(),
             capture_output=True,
-            env=worker_environment(record.model_path),
+            env=worker_environment(record),
             cwd="/",
             timeout=max(1.0, ctx.remaining() - MARGIN_SECONDS / 2),
         )
@@ -148,7 +148,7 @@ def _judge(
     return verdict
 
 
-def _server_logprobs(port: int, ids: List[int]) -> List[Tuple[float, int]]:
+def _server_logprobs(record: ServerRecord, ids: List[int]) -> List[Tuple[float, int]]:
     """The server's own best next tokens after ``ids``: (log-probability, token id). The request has no rid of ours, so
     the tap leaves it alone; only output log-probabilities are asked for."""
     body = {
@@ -157,7 +157,8 @@ def _server_logprobs(port: int, ids: List[int]) -> List[Tuple[float, int]]:
         "return_logprob": True,
         "top_logprobs_num": TOP_LOGPROBS,
     }
-    reply = post(port, "/generate", body, timeout=120.0)
+    headers = authorization(record.pid, record.start_time)
+    reply = post(record.port, "/generate", body, headers, timeout=120.0)
     try:
         top = reply.data["meta_info"]["output_top_logprobs"][0]
         return [(float(entry[0]), int(entry[1])) for entry in top]
@@ -173,7 +174,7 @@ def _result(checks: List[Finding], prompts: int, rows: int, diff: float) -> Self
 
 def _remove_old(args: SelfCheckArgs, state: State) -> None:
     """What a check that was killed left of this server."""
-    for root in (state.root / "runs").glob(f"{RUN_PREFIX}*/{args.server}"):
+    for root in (state.root / "runs").glob(f"{SELFCHECK_PREFIX}*/{args.server}"):
         _remove(Share(root), Path(args.capture.dir).expanduser() / root.parent.name)
 
 

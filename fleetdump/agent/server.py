@@ -17,12 +17,11 @@ from typing import Dict, List, Optional, Set, Tuple
 from fleetdump.agent import engine, procfs
 from fleetdump.agent.applicable import release_arguments
 from fleetdump.agent.arguments import added_arguments, merge_arguments, refuse_own_options
-from fleetdump.agent.audit import scrub_argv
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.detach import alive, spawn_detached
+from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.formats import SERVER_NAME
 from fleetdump.agent.jsonl import write_json
-from fleetdump.agent.procfs import ProcSample
+from fleetdump.agent.procfs import ProcSample, is_alive
 from fleetdump.agent.protocol import (
     AgentFailure,
     LaunchArgs,
@@ -33,6 +32,8 @@ from fleetdump.agent.protocol import (
     from_json,
     to_json,
 )
+from fleetdump.agent.scrub import scrub_argv
+from fleetdump.agent.share import runs_of, shares_of
 
 OLD_LOGS = 5
 POLL = 0.1
@@ -49,7 +50,8 @@ class ServerRecord:
     ``pid`` is the launcher and leads its own session (sid == pid); 0 means that the launch began and its process is
     not known yet. ``ready``, ``phase`` and ``lines`` are kept up to date by ``watch``; ``stopped_at`` is set by
     ``stop``. ``identity`` is the SHA-256 of the full argv, environment, patch and capture settings: a launch with the
-    same identity is the same server. ``boot`` is the kernel's boot id: start times count from boot."""
+    same identity is the same server. ``boot`` is the kernel's boot id: start times count from boot.
+    ``import_env`` are the values of ``protocol.IMPORT_VARIABLES`` in its environment, for workers of this server."""
 
     name: str
     pid: int
@@ -75,6 +77,7 @@ class ServerRecord:
     capture_layers: List[int] = field(default_factory=list)
     capture_dir: str = ""
     boot: str = ""
+    import_env: Dict[str, str] = field(default_factory=dict)
     v: int = 1
 
 
@@ -126,7 +129,7 @@ def living(record: ServerRecord) -> List[ProcSample]:
 
 def server_state(record: ServerRecord) -> ServerState:
     """The server as it is now: starting, ready, stopped or died."""
-    running = alive(record.pid, record.start_time) and record.boot == boot_id()
+    running = is_alive(record.pid, record.start_time) and record.boot == boot_id()
     if running:
         state = "ready" if record.ready else "starting"
     else:
@@ -159,7 +162,7 @@ def launch(args: LaunchArgs, ctx: AgentContext) -> LaunchResult:
     record = load_record(ctx.state, args.server.name)
     members = living(record) if record else []
     if record and members:
-        if record.identity == plan.identity and alive(record.pid, record.start_time):
+        if record.identity == plan.identity and is_alive(record.pid, record.start_time):
             return LaunchResult(server_state(record), True, record.argv, record.log, plan.added)
         if not args.replace:
             raise _already_runs(record)
@@ -290,6 +293,7 @@ def _start(args: LaunchArgs, plan: _LaunchPlan, ctx: AgentContext) -> LaunchResu
         capture_layers=capture.layers if capture else [],
         capture_dir=os.path.expanduser(capture.dir) if capture else "",
         boot=boot_id(),
+        import_env=spec.interpreter.env,
     )
     env = {**inherited_environment(), **plan.env, "FLEETDUMP_LAUNCH_ID": record.launch_id}
     if capture is not None:
@@ -361,6 +365,9 @@ def stop(args: StopArgs, ctx: AgentContext) -> StopResult:
             result.absent.append(name)
             continue
         (result.killed if _end(record, ctx, args.grace) else result.stopped).append(name)
+    ended = {*result.stopped, *result.killed}
+    shares = [share for run in runs_of(ctx.state) for share in shares_of(ctx.state, run) if share.server in ended]
+    result.waiting = [f"{share.run} on {share.server}" for share in shares if share.driver_alive()]
     return result
 
 

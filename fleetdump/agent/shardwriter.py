@@ -170,6 +170,10 @@ class TokenShards:
         """Make what was added durable: only then may a manifest line name it."""
         self._shards.sync()
 
+    def rest(self) -> None:
+        """Close the open shard; the next ``add`` begins another."""
+        self._shards.close_shard()
+
     def close(self) -> None:
         """Close the last shard and unlock the journal."""
         self._shards.close()

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Tuple
 
 from fleetdump.agent.context import State
-from fleetdump.agent.detach import alive, start_time
-from fleetdump.agent.formats import RUN_NAME, SERVER_NAME, AttemptLine
+from fleetdump.agent.formats import SELFCHECK_PREFIX, SERVER_NAME, AttemptLine, is_run_name
 from fleetdump.agent.jsonl import decode_record, read_lines, write_json
+from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import CaptureSpec, RunProgress, from_json
 from fleetdump.agent.schedule import Sample
 
 FINISHED = ("done", "failed")
 """States of a share in which no driver is needed."""
+STOP_SECONDS = 5.0
 
 
 @dataclass
@@ -151,16 +152,21 @@ class Share:
 
     def driver_alive(self) -> bool:
         driver = self.driver()
-        return driver is not None and alive(driver.pid, driver.start_time)
+        return driver is not None and is_alive(driver.pid, driver.start_time)
 
-    def stop_driver(self) -> bool:
-        """SIGKILL to the driver, which may die at any moment without harm; False when none runs."""
-        driver = self.driver()
-        if driver is None or not alive(driver.pid, driver.start_time):
-            return False
-        with suppress(ProcessLookupError):
-            os.kill(driver.pid, signal.SIGKILL)
-        return True
+    def stop_driver(self, seconds: float = STOP_SECONDS) -> Optional[BinaryIO]:
+        """SIGKILL to the driver and its tokeniser, which may die at any moment without harm, and take its claim: no
+        other driver starts while the returned file is open. None when it has not ended after ``seconds``."""
+        give_up = time.monotonic() + seconds
+        while True:
+            driver = self.driver()
+            if driver is not None and is_alive(driver.pid, driver.start_time):
+                with suppress(ProcessLookupError):
+                    os.killpg(driver.pid, signal.SIGKILL)
+            lock = self.claim()
+            if lock is not None or time.monotonic() > give_up:
+                return lock
+            time.sleep(0.05)
 
     # ------------------------------------------------------------------ work
     def work_head(self) -> WorkHead:
@@ -195,6 +201,12 @@ class Share:
         return [decode_record(AttemptLine, line, str(self.attempts)) for line in lines]
 
 
+def runs_of(state: State) -> List[str]:
+    """Names of the runs that have a folder here, by name; what a self-check left is none of them."""
+    folders = (state.root / "runs").glob("*")
+    return sorted(path.name for path in folders if path.is_dir() and not path.name.startswith(SELFCHECK_PREFIX))
+
+
 def shares_of(state: State, run: str) -> List[Share]:
     """The complete shares of ``run`` on this host, by server."""
     root = state.root / "runs" / run
@@ -203,7 +215,7 @@ def shares_of(state: State, run: str) -> List[Share]:
 
 def valid_names(run: str, server: str) -> bool:
     """Whether both may become folder names."""
-    return bool(RUN_NAME.match(run)) and ".." not in run and bool(SERVER_NAME.match(server))
+    return is_run_name(run) and bool(SERVER_NAME.match(server))
 
 
 def _read_json(path: Path) -> Optional[Dict[str, Any]]:

@@ -10,17 +10,19 @@ from typing import BinaryIO, Iterator, List
 
 from fleetdump.agent import patching
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.probes.scrub import scrub
 from fleetdump.agent.protocol import (
     AgentFailure,
+    Interpreter,
     LogsArgs,
     LogsResult,
+    PatchState,
     RunProgress,
     StatusArgs,
     StatusResult,
 )
+from fleetdump.agent.scrub import scrub
 from fleetdump.agent.server import load_records, server_state
-from fleetdump.agent.share import shares_of
+from fleetdump.agent.share import runs_of, shares_of
 
 BLOCK = 1 << 20
 POLL = 0.2
@@ -28,20 +30,24 @@ POLL = 0.2
 
 # --------------------------------------------------------------------------- status
 def status(args: StatusArgs, ctx: AgentContext) -> StatusResult:
-    """Servers, runs and, with ``args.python``, the patch of that engine. Changes nothing, makes no directory."""
+    """Servers, runs and, with ``args.interpreter``, the patch of that engine. Changes nothing, makes no directory."""
     return StatusResult(
         hostname=os.uname().nodename,
         servers=[server_state(record) for record in load_records(ctx.state)],
         shares=progress_of_all(ctx.state),
-        patch=patching.read_state(args.python, timeout=max(1.0, min(30.0, ctx.remaining()))) if args.python else None,
+        patch=_patch_state(args.interpreter, ctx) if args.interpreter else None,
         state_bytes=tree_bytes(ctx.state.root),
     )
 
 
+def _patch_state(interpreter: Interpreter, ctx: AgentContext) -> PatchState:
+    limit = max(1.0, min(30.0, ctx.remaining()))
+    return patching.read_state(interpreter.python, env=interpreter.env, timeout=limit)
+
+
 def progress_of_all(state: State) -> List[RunProgress]:
     """Progress of every share on this host, by run and server."""
-    runs = sorted(path.name for path in (state.root / "runs").glob("*") if path.is_dir())
-    return [share.progress() for run in runs for share in shares_of(state, run)]
+    return [share.progress() for run in runs_of(state) for share in shares_of(state, run)]
 
 
 def tree_bytes(root: Path) -> int:

@@ -12,17 +12,17 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Set, Tuple
 
-from fleetdump.agent import detach, engine, healthy, procfs
+from fleetdump.agent import healthy, procfs
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.evidence_types import Target, WatchFacts
 from fleetdump.agent.formats import FORMAT_VERSION
 from fleetdump.agent.jsonl import append_lines, open_journal
 from fleetdump.agent.logmarks import LogMarks, LogParser
 from fleetdump.agent.probes import gpu, net
-from fleetdump.agent.probes.bounded import ProbeFailed, run_command
-from fleetdump.agent.probes.scrub import scrub
+from fleetdump.agent.probes.bounded import ProbeFailed
 from fleetdump.agent.progress import Assessment, ProgressTracker, Sample
 from fleetdump.agent.protocol import AgentFailure, HealthyProfile, WatchArgs, WatchResult
+from fleetdump.agent.scrub import scrub
 from fleetdump.agent.server import ServerRecord, load_record, save_record
 
 SETTLE_SECONDS = 2.0
@@ -175,7 +175,7 @@ class Watcher:
         self._ready_at = 0.0
         self._phases_told = 0
         self._last_tick = 0.0
-        self._engine, self._key = _kind(record)
+        self._engine, self._key = healthy.kind_of(record)
         self._healthy = healthy.profile(ctx.state, self._key)
         usual = self._healthy.phase_seconds if self._healthy else None
         self._tracker = ProgressTracker(args.patience, usual, gap_limit=max(5.0, 3 * args.interval))
@@ -198,7 +198,7 @@ class Watcher:
     # ------------------------------------------------------------------ looking
     def _look(self) -> Tuple[Situation, Assessment]:
         # Processes first: whoever dies after this look has already written what the log shows below.
-        alive = detach.alive(self._record.pid, self._record.start_time)
+        alive = procfs.is_alive(self._record.pid, self._record.start_time)
         processes = procfs.server_processes(self._record.pid, self._record.pid) if alive else []
         marks = self._log.read()
         self._note_losses(processes, marks)
@@ -227,14 +227,14 @@ class Watcher:
             if process.role in MEMBERS:
                 who = f"{process.role} {process.rank}" if process.rank else process.role
                 self._members[(process.pid, process.start_time)] = f"{who} (pid {process.pid})"
-        self._lost |= {who for (pid, start), who in self._members.items() if not detach.alive(pid, start)}
+        self._lost |= {who for (pid, start), who in self._members.items() if not procfs.is_alive(pid, start)}
         schedulers = sum(process.role == "scheduler" for process in processes)
         titled = any(process.role in MEMBERS for process in processes)
         if marks.ready and titled and schedulers < self._args.ranks and not self._lost:
             self._lost.add(f"{self._args.ranks - schedulers} of {self._args.ranks} schedulers")
 
     def _answers(self) -> bool:
-        target = Target(self._record.pid, port=self._record.port, host=self._record.host)
+        target = Target(self._record.pid, self._record.start_time, port=self._record.port, host=self._record.host)
         paths = ("/model_info", "/get_model_info")  # the second is its name before SGLang 0.5.6
         return any(net.get(target, path, HTTP_SECONDS).status == 200 for path in paths)
 
@@ -355,16 +355,3 @@ class Watcher:
             return ""
         target = procfs.read_link(f"{procfs.PROC}/{self._record.pid}/fd/1")
         return f"the server writes to {target}, not to the watched log {self._record.log}"
-
-
-def _kind(record: ServerRecord) -> Tuple[str, str]:
-    """Engine name and key of the healthy starts that compare with this one."""
-    try:
-        name = engine.query(record.python).name
-    except AgentFailure:
-        name = ""
-    try:
-        output = run_command(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], 8.0).stdout
-    except ProbeFailed:
-        output = ""
-    return name, healthy.start_key(record.model_path, name, record.argv, output.splitlines())

@@ -97,11 +97,13 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Verb:
-    """One command's run over the fleet. ``show`` prints a host's data for people; ``code`` gives its exit code;
-    ``data`` turns it into what ``--json`` prints (the JSON of the dataclass by default)."""
+    """One command's run over the fleet. ``show`` prints a host's data for people when it comes, ``show_all`` what is
+    to be said of all hosts at the end; ``code`` gives a host's exit code; ``data`` turns it into what ``--json`` prints
+    (the JSON of the dataclass by default)."""
 
     name: str
     show: Callable[[str, Any], None]
+    show_all: Callable[[dict[str, Any]], None] = lambda _: None
     code: Callable[[Any], ExitCode] = lambda _: ExitCode.OK
     data: Callable[[Any], Any] = to_json
     read_only: bool = False
@@ -131,6 +133,7 @@ class Report:
         self._verb = verb
         self._results: list[HostResult] = []
         self._codes: list[ExitCode] = []
+        self._values: dict[str, Any] = {}
 
     def add(self, name: str, outcome: Outcome[Any]) -> None:
         """One host has ended."""
@@ -142,10 +145,13 @@ class Report:
         elif outcome.error is not None:
             print_error(outcome.error)
         else:
+            self._values[name] = outcome.value
             self._verb.show(name, outcome.value)
 
     def close(self) -> ExitCode:
-        """Print the recap; the exit code that stands for all hosts."""
+        """Print what is to be said of all hosts; the exit code that stands for them."""
+        if self._values:
+            self._verb.show_all(dict(sorted(self._values.items())))
         if self._verb.recap:
             show_recap(sorted(self._results, key=lambda result: result.host))
         return worst(self._codes)

@@ -9,7 +9,7 @@ from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, run
 from fleetdump.errors import ExitCode
 from fleetdump.patches import find_patch, load_patch
 from fleetdump.tasks.check import check as check_host
-from fleetdump.views.hosts import show_probe
+from fleetdump.views.hosts import show_findings, show_probe
 
 
 def _code(probe: ProbeResult) -> ExitCode:
@@ -30,6 +30,6 @@ def check(options: FleetOptions, patch: str, no_patch: bool) -> None:
     spec = None if no_patch else load_patch(find_patch(patch))
     run(
         options,
-        Verb("check", show_probe, code=_code, read_only=True, deadline=120.0),
+        Verb("check", show_probe, show_findings, code=_code, read_only=True, deadline=120.0),
         lambda host: check_host(host, spec),
     )

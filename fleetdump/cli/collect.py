@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from fleetdump.errors import ExitCode, FleetdumpError, UsageError, worst
 from fleetdump.fleet import fan_out
 from fleetdump.ledger import Ledger
 from fleetdump.tasks.collect import CollectReport, PullOptions, PullReport, merge, pull, require_whole
-from fleetdump.tasks.extract import runs_file
+from fleetdump.tasks.extract import require_run_name, runs_file
 from fleetdump.views.console import err, out, print_error, size
 
 DEADLINE = 7 * 86400.0
@@ -41,8 +42,9 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
       fleetdump collect
       fleetdump collect --run conversations --data --to /mnt/hidden-states
     """
-    run_name = run_name or _only_run(runs_dir)
     hosts = options.select(read_only=False)
+    run_name = run_name or _only_run(runs_dir)
+    require_run_name(run_name)
     if to is not None and not data:
         raise click.UsageError("--to says where shards go: add --data")
     pull_options = PullOptions(run_name, (to or runs_dir) if data else None)
@@ -55,7 +57,9 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
             text + (f"; still running: {', '.join(report.unfinished)}" if report.unfinished else ""), markup=False
         )
 
-    with Ledger(runs_file(runs_dir, run_name)) as ledger:
+    ledger_file = runs_file(runs_dir, run_name)
+    is_new = not ledger_file.parent.exists()
+    with Ledger(ledger_file) as ledger:
         report = Report(options, Verb("collect", show, code=_code, deadline=DEADLINE))
         outcomes = fan_out(
             hosts,
@@ -65,6 +69,9 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
             options=options.connect_options(),
             on_outcome=report.add,
         )
+        if is_new and not ledger.shares():
+            shutil.rmtree(ledger_file.parent)
+            sys.exit(worst([report.close(), _unknown_run(run_name, runs_dir)]))
         merged = merge(ledger, pull_options, runs_dir)
     _write(merged)
     code = report.close()
@@ -77,12 +84,24 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
     sys.exit(code)
 
 
+def _runs(runs_dir: Path) -> list[str]:
+    return sorted(path.parent.name for path in runs_dir.glob("*/ledger.sqlite"))
+
+
 def _only_run(runs_dir: Path) -> str:
-    runs = sorted(path.parent.name for path in runs_dir.glob("*/ledger.sqlite"))
+    runs = _runs(runs_dir)
     if len(runs) == 1:
         return runs[0]
     why = f"{runs_dir} has {', '.join(runs)}" if runs else f"{runs_dir} has no run"
     raise UsageError("which run?", why=why, next_step="add --run NAME, and --runs-dir if it lies elsewhere")
+
+
+def _unknown_run(run_name: str, runs_dir: Path) -> ExitCode:
+    known = ", ".join(_runs(runs_dir)) or "no run"
+    error = UsageError(f"no host that answered has run {run_name!r}", why=f"{runs_dir} has {known}")
+    error.next_step = "correct --run, --runs-dir or --host"
+    print_error(error)
+    return error.exit_code
 
 
 def _write(merged: CollectReport) -> None:

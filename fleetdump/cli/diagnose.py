@@ -10,12 +10,12 @@ import click
 
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import ProtocolError, from_json, to_json
-from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, run
+from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, run
 from fleetdump.diagnosis import STALL
 from fleetdump.diagnosis import diagnose as decide
 from fleetdump.errors import ExitCode, UsageError
+from fleetdump.fleet import Outcome
 from fleetdump.tasks.server import Diagnosis, Target, diagnose_host
-from fleetdump.views.console import out
 from fleetdump.views.hosts import show_diagnosis
 
 
@@ -55,10 +55,6 @@ def diagnose(
         return
     target = Target(server, port or 0, pid or 0, seconds, deep)
 
-    def show(host: str, diagnoses: list[Diagnosis]) -> None:
-        for diagnosis in diagnoses:
-            show_diagnosis(host, diagnosis)
-
     def work(host: Any) -> list[Diagnosis]:
         diagnoses = diagnose_host(host, target)
         if save is not None:
@@ -66,7 +62,16 @@ def diagnose(
                 _save(save / host.config.name / diagnosis.server.replace(" ", "-"), diagnosis)
         return diagnoses
 
-    run(options, Verb("diagnose", show, code=_code, data=_data, read_only=True, deadline=900.0), work)
+    run(options, _verb(), work)
+
+
+def _verb() -> Verb:
+    return Verb("diagnose", _show, code=_code, data=_data, read_only=True, deadline=900.0)
+
+
+def _show(host: str, diagnoses: list[Diagnosis]) -> None:
+    for diagnosis in diagnoses:
+        show_diagnosis(host, diagnosis)
 
 
 def _code(diagnoses: list[Diagnosis]) -> ExitCode:
@@ -93,9 +98,7 @@ def _judge_bundle(options: FleetOptions, bundle: Path) -> None:
         raise UsageError(
             "not an evidence bundle", str(path), str(error), "give the folder that diagnose --save wrote"
         ) from error
-    diagnosis = Diagnosis(bundle.name, decide(evidence))
-    if options.as_json:
-        out.print(json.dumps(_data([diagnosis])), markup=False)
-    else:
-        show_diagnosis("bundle", diagnosis)
-    raise SystemExit(_code([diagnosis]))
+    diagnosis = Diagnosis(evidence.target.server or bundle.name, decide(evidence))
+    report = Report(options, _verb())
+    report.add("bundle", Outcome([diagnosis], None, 0.0))
+    raise SystemExit(report.close())

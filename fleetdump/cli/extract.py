@@ -21,8 +21,10 @@ from fleetdump.tasks.extract import (
     RunPlan,
     follow,
     open_run,
+    require_run_name,
     runs_file,
     submit,
+    take_in,
     targets_of,
 )
 from fleetdump.views.console import err, out
@@ -65,8 +67,11 @@ def extract(
     run_name = run_name or _run_name(data)
     hosts = options.select(read_only=False)
     settings = ExtractSettings(max_tokens, token_budget, max_attempts)
+    require_run_name(run_name)
+    rows = take_in(read_rows(data))
+    targets = targets_of(hosts)
     with Ledger(runs_file(runs_dir, run_name)) as ledger:
-        plan = open_run(ledger, run_name, read_rows(data), targets_of(hosts))
+        plan = open_run(ledger, run_name, rows, targets)
         _announce(plan)
         taking_part = [host for host in hosts if plan.of_host(host.name)]
         report = Report(options, Verb("extract", _show, code=_code, deadline=FOLLOW_SECONDS))
@@ -79,7 +84,11 @@ def extract(
                 options=options.connect_options(),
                 on_outcome=report.add,
             )
-    sys.exit(report.close())
+    code = report.close()
+    if code == ExitCode.OK:
+        next_step = "give the same command without --detach to watch it" if detach else "fleetdump collect --data"
+        err.print(f"run {run_name} {'is under way' if detach else 'is done'}; next: {next_step}", markup=False)
+    sys.exit(code)
 
 
 def _worker(
@@ -96,7 +105,7 @@ def _announce(plan: RunPlan) -> None:
     verb = "going on with" if plan.resumed else "starting"
     err.print(f"{verb} run {plan.run}: {plan.samples} samples on {len(plan.shares)} server(s)", markup=False)
     for row in plan.broken[:SHOWN_BROKEN]:
-        err.print(f"  line {row.line} is left out: {row.reason} {row.detail}".rstrip(), markup=False)
+        err.print(f"  line {row.line} is left out ({row.reason}): {row.detail}", markup=False)
     if len(plan.broken) > SHOWN_BROKEN:
         err.print(f"  and {len(plan.broken) - SHOWN_BROKEN} more rows left out", markup=False)
 

@@ -23,17 +23,18 @@ def logs(options: FleetOptions, server: str, lines: int, follow: bool) -> None:
     Example:
       fleetdump logs --host gpu01 -f
     """
+    if follow and options.as_json:
+        raise click.UsageError("--follow prints lines as they come: it cannot be had as --json")
 
     def show(host: str, result: LogsResult) -> None:
         for line in result.tail:
-            out.print(f"[{host}] {line}", markup=False)
+            print_line(host, line)
 
-    def printer(host: str, line: str) -> None:
-        if not options.as_json:
-            out.print(f"[{host}] {line}", markup=False)
+    def print_line(host: str, line: str) -> None:
+        out.print(f"[{host}] {line}", markup=False)
 
     run(
         options,
         Verb("logs", show, read_only=True, deadline=FOLLOW_LIMIT + 60, recap=False),
-        lambda host: logs_of(host, server, lines, follow, lambda line: printer(host.config.name, line)),
+        lambda host: logs_of(host, server, lines, follow, lambda line: print_line(host.config.name, line)),
     )

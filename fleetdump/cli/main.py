@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import click
@@ -18,7 +19,7 @@ from fleetdump.cli.logs import logs
 from fleetdump.cli.revert import revert
 from fleetdump.cli.status import status
 from fleetdump.cli.stop import stop
-from fleetdump.errors import ExitCode, FleetdumpError
+from fleetdump.errors import ExitCode, FleetdumpError, of_local_file
 from fleetdump.views.console import err, print_error
 
 
@@ -56,6 +57,9 @@ for _command in (init, check, deploy, status, logs, diagnose, extract, collect, 
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what this locale cannot show is no reason to fail
     try:
         cli.main(standalone_mode=False)
     except FleetdumpError as error:
@@ -69,4 +73,7 @@ def main() -> None:
         sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()
+        sys.exit(ExitCode.FAILED)
+    except OSError as error:
+        print_error(of_local_file(error))
         sys.exit(ExitCode.FAILED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shlex
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -172,7 +173,8 @@ def _no_answer(agent: Agent, process: Process, reader: FrameReader) -> Fleetdump
         "the agent ended without an answer",
         agent.where,
         "\n".join([ended, *said[-10:]]),
-        f"try it on the host: {agent.command[-1]} -c 'import json, sys; print(sys.version)'",
+        f"try it on the host: {shlex.join(agent.command)} -c 'import json, sys; print(sys.version)'"
+        + (" (`exec_prefix` and `agent_python` of the inventory)" if len(agent.command) > 1 else ""),
     )
 
 

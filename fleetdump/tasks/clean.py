@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fleetdump.agent.protocol import CleanArgs, CleanResult, StatusArgs, StatusResult
+from fleetdump.agent.protocol import CleanArgs, CleanResult, StatusArgs, StatusResult, interpreters
 from fleetdump.errors import HostError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger
 from fleetdump.tasks._task import task
-from fleetdump.tasks.deploy import pythons
 
 
 @task
@@ -19,7 +18,7 @@ def clean(host: Host, runs_dir: Path, data: bool = False, discard_uncollected: b
         _refuse_uncollected(host, runs_dir)
     args = CleanArgs(
         capture_dirs=[host.config.capture.dir] if host.config.capture.dir else [],
-        pythons=pythons(host),
+        interpreters=interpreters(host.config.servers),
         data=data,
     )
     return host.call(args, CleanResult, verb="clean", deadline=300.0)

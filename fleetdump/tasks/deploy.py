@@ -33,6 +33,7 @@ from fleetdump.agent.protocol import (
     WatchArgs,
     WatchResult,
     from_json,
+    interpreters,
 )
 from fleetdump.diagnosis import Verdict, diagnose
 from fleetdump.errors import ExitCode, FleetdumpError, HostError
@@ -109,19 +110,20 @@ def deploy(host: Host, plan: DeployPlan, on_event: Event) -> DeployReport:
 
     Raises before anything is touched: ``UsageError`` when the patch captures and the inventory does not say what,
     ``HostError`` (code ``conflict``) when a server of ours runs in another way and ``plan.replace`` is False,
-    ``HostError`` for what blocks (missing engine, unknown patch state, no disk). Also what ``Host.call`` raises.
+    ``HostError`` (code ``blocked``) for what ``check`` finds (missing engine, unknown patch state, busy port, no disk).
+    A launch that is refused later undoes what came before it. Also what ``Host.call`` raises.
     """
     if plan.patch is not None and plan.patch.captures:
         host.config.capture.spec()
     probe = check(host, plan.patch)
-    _refuse_blockers(host, plan, probe)
+    _refuse_blockers(host, probe)
     report = DeployReport(engine=probe.engine)
     if plan.replace:
         report.stopped = stop_servers(host, on_event).stopped
     else:
         _refuse_running(host, plan)
     _put_patch(host, plan, report, on_event)
-    launched = [_launch(host, plan, server, on_event) for server in host.config.servers]
+    launched = _launch_all(host, plan, report, on_event)
     architecture = probe.model.architecture if probe.model else ""
     with ThreadPoolExecutor(max_workers=len(launched)) as pool:
         watches = [pool.submit(_watch, host, plan, result, architecture, on_event) for result in launched]
@@ -143,25 +145,22 @@ def stop_servers(host: Host, on_event: Event, servers: list[str] | None = None) 
 def revert_patch(host: Host, on_event: Event) -> list[RevertResult]:
     """Restore every engine of the host's servers, byte for byte."""
     results = []
-    for python in pythons(host):
-        on_event({"event": "step", "step": "revert", "text": f"reverting the patch of {python}"})
-        results.append(host.call(RevertArgs(python=python), RevertResult, verb="revert", deadline=PATCH_DEADLINE))
+    for engine in interpreters(host.config.servers):
+        args = RevertArgs(python=engine.python, env=engine.env)
+        result = host.call(args, RevertResult, verb="revert", deadline=PATCH_DEADLINE)
+        if result.changed:
+            on_event({"event": "step", "step": "revert", "text": f"reverted the patch of {engine.python}"})
+        results.append(result)
     return results
 
 
-def pythons(host: Host) -> list[str]:
-    """The interpreters of the host's servers, each once, in the inventory's order."""
-    return list(dict.fromkeys(server.python for server in host.config.servers))
-
-
-def _refuse_blockers(host: Host, plan: DeployPlan, probe: ProbeResult) -> None:
-    """A blocked host is left alone. A busy port is not judged here: launch knows whether the server is ours."""
-    del plan
-    blockers = [f for f in probe.findings if f.level == "blocker" and not f.key.startswith("port")]
+def _refuse_blockers(host: Host, probe: ProbeResult) -> None:
+    """A blocked host is left alone."""
+    blockers = [finding for finding in probe.findings if finding.level == "blocker"]
     if blockers:
         first = blockers[0]
         more = f" (and {len(blockers) - 1} more: fleetdump check lists them)" if len(blockers) > 1 else ""
-        raise HostError(first.text + more, host.config.name, first.key, first.fix, code="blocked")
+        raise HostError(first.text + more, host.config.name, next_step=first.fix, code="blocked")
 
 
 def _refuse_running(host: Host, plan: DeployPlan) -> None:
@@ -187,25 +186,43 @@ def _put_patch(host: Host, plan: DeployPlan, report: DeployReport, on_event: Eve
         report.patch_changed = any(result.changed for result in revert_patch(host, on_event))
         return
     report.patch = f"{plan.patch.name}@{plan.patch.version}"
-    for python in pythons(host):
-        on_event({"event": "step", "step": "patch", "text": f"patching with {report.patch}"})
-        result = host.call(
-            PatchArgs(python=python, patch=plan.patch), PatchResult, verb="patch", deadline=PATCH_DEADLINE
-        )
+    for engine in interpreters(host.config.servers):
+        args = PatchArgs(python=engine.python, patch=plan.patch, env=engine.env)
+        result = host.call(args, PatchResult, verb="patch", deadline=PATCH_DEADLINE)
+        if result.changed:
+            on_event({"event": "step", "step": "patch", "text": f"patched with {report.patch}: {engine.python}"})
         report.patch_changed = report.patch_changed or result.changed
         report.patch_verified = report.patch_verified and result.verified
 
 
+def _launch_all(host: Host, plan: DeployPlan, report: DeployReport, on_event: Event) -> list[LaunchResult]:
+    """Launch every server, or none: when one is refused, what this deploy did before is undone."""
+    launched: list[LaunchResult] = []
+    try:
+        for server in host.config.servers:
+            launched.append(_launch(host, plan, server, on_event))  # noqa: PERF401 (what came so far is undone)
+    except HostError:
+        if started := [result.state.name for result in launched if not result.reused]:
+            stop_servers(host, on_event, started)
+        if plan.patch is not None and report.patch_changed:
+            revert_patch(host, on_event)
+        raise
+    return launched
+
+
 def _launch(host: Host, plan: DeployPlan, server: ServerSpec, on_event: Event) -> LaunchResult:
     captures = plan.patch is not None and plan.patch.captures
-    on_event({"event": "step", "step": "launch", "server": server.name, "text": f"launching {server.name}"})
     args = LaunchArgs(
         server=resolve_secrets(server),
         patch=plan.patch,
         capture=host.config.capture.spec() if captures else None,
         replace=plan.replace,
     )
-    return host.call(args, LaunchResult, verb="launch", deadline=LAUNCH_DEADLINE)
+    launched = host.call(args, LaunchResult, verb="launch", deadline=LAUNCH_DEADLINE)
+    if not launched.reused:
+        text = f"launched {server.name} (pid {launched.state.pid})"
+        on_event({"event": "step", "step": "launch", "server": server.name, "text": text})
+    return launched
 
 
 def _watch(host: Host, plan: DeployPlan, launched: LaunchResult, architecture: str, on_event: Event) -> ServerReport:
@@ -219,7 +236,10 @@ def _watch(host: Host, plan: DeployPlan, launched: LaunchResult, architecture: s
         expect_class=architecture,
         until=WATCH_LIMIT,
     )
-    result = host.call(args, WatchResult, verb="watch", on_event=on_event, deadline=WATCH_LIMIT + 300)
+    unchanged = launched.reused and launched.state.state == "ready"
+    result = host.call(
+        args, WatchResult, verb="watch", on_event=None if unchanged else on_event, deadline=WATCH_LIMIT + 300
+    )
     report = ServerReport(
         server=name,
         outcome=result.outcome,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleetdump.agent.formats import RUN_NAME, Row, row_line
+from fleetdump.agent.formats import SELFCHECK_PREFIX, Row, is_run_name, row_line
 from fleetdump.agent.protocol import (
     FollowArgs,
     FollowResult,
@@ -55,6 +55,14 @@ class Share:
 
 
 @dataclass
+class DataSet:
+    """The rows of a data file in order, by id, each with its line for the hosts; and the broken ones."""
+
+    rows: dict[str, tuple[Row, str]]
+    broken: list[BrokenRow]
+
+
+@dataclass
 class RunPlan:
     """Who works on what. ``resumed``: the shares are those of an earlier call, ``broken``: rows that no host gets."""
 
@@ -79,21 +87,35 @@ class ExtractSettings:
     max_attempts: int = 3
 
 
-def open_run(ledger: Ledger, run: str, rows: Iterable[Row | BrokenRow], targets: Sequence[Target]) -> RunPlan:
+def take_in(rows: Iterable[Row | BrokenRow]) -> DataSet:
+    """All rows; raises ``UsageError`` when none is usable."""
+    data = DataSet({}, [])
+    for row in rows:
+        if isinstance(row, BrokenRow):
+            data.broken.append(row)
+        else:
+            data.rows[row.id] = (row, row_line(to_json(row)).decode())
+    if not data.rows:
+        raise UsageError("the data has no usable row", why=_first(data.broken), next_step="look at the data file")
+    return data
+
+
+def require_run_name(run: str) -> None:
+    """Raise ``UsageError`` for what no run may be called."""
+    if not is_run_name(run):
+        fix = f"use letters, digits, '.', '_' and '-', and another beginning than {SELFCHECK_PREFIX!r}"
+        raise UsageError(f"not a name for a run: {run!r}", next_step=fix)
+
+
+def open_run(ledger: Ledger, run: str, data: DataSet, targets: Sequence[Target]) -> RunPlan:
     """Decide who gets what, and record it; for a run that the ledger has, find the shares of before.
 
-    Raises ``UsageError`` for a bad run name, no server, no usable row, and for a run that was begun with other data
-    (the difference is named). New ``targets`` are ignored by a run that has begun: its shares are fixed.
+    Raises ``UsageError`` for a run that was begun with other data (the difference is named). New ``targets`` are
+    ignored by a run that has begun: its shares are fixed.
     """
-    if not RUN_NAME.match(run) or ".." in run:
-        raise UsageError(f"not a name for a run: {run!r}", next_step="use letters, digits, '.', '_' and '-'")
-    good, broken = _read(rows)
-    if not good:
-        raise UsageError("the data has no usable row", why=_first(broken), next_step="look at the rows named above")
+    good, broken = data.rows, data.broken
     if ledger.is_planned:
         return _resume(ledger, run, good, broken)
-    if not targets:
-        raise UsageError("no server to work on the data", next_step="give the hosts servers in the inventory")
     assigned = balance({row_id: _estimate(row) for row_id, (row, _) in good.items()}, targets)
     plan = _plan(run, good, broken, assigned, resumed=False)
     planned = [
@@ -117,8 +139,14 @@ def balance(tokens: Mapping[str, int], targets: Sequence[Target]) -> dict[str, T
 
 
 def targets_of(configs: Iterable[HostConfig]) -> list[Target]:
-    """All servers of these hosts."""
-    return [(config.name, server.name) for config in configs for server in config.servers]
+    """All servers of these hosts; raises ``UsageError`` when there is none, or a host does not say what to capture."""
+    targets = []
+    for config in configs:
+        config.capture.spec()
+        targets += [(config.name, server.name) for server in config.servers]
+    if not targets:
+        raise UsageError("no server to work on the data", next_step="give the hosts servers in the inventory")
+    return targets
 
 
 @task
@@ -163,18 +191,6 @@ def follow(host: Host, run: str, on_progress: Callable[[str, RunProgress], None]
 def runs_file(runs_dir: Path, run: str) -> Path:
     """Where the ledger of ``run`` lies."""
     return runs_dir / run / "ledger.sqlite"
-
-
-def _read(rows: Iterable[Row | BrokenRow]) -> tuple[dict[str, tuple[Row, str]], list[BrokenRow]]:
-    """Good rows by id with their lines, in order, and the broken ones."""
-    good: dict[str, tuple[Row, str]] = {}
-    broken = []
-    for row in rows:
-        if isinstance(row, BrokenRow):
-            broken.append(row)
-        else:
-            good[row.id] = (row, row_line(to_json(row)).decode())
-    return good, broken
 
 
 def _plan(
@@ -234,4 +250,4 @@ def _digest(line: str) -> str:
 
 
 def _first(broken: Sequence[BrokenRow]) -> str:
-    return f"line {broken[0].line}: {broken[0].reason} {broken[0].detail}".strip() if broken else "it is empty"
+    return f"line {broken[0].line} ({broken[0].reason}): {broken[0].detail}" if broken else "it is empty"

@@ -50,8 +50,8 @@ class Diagnosis:
 @task
 def status(host: Host) -> StatusResult:
     """Everything of ours on the host."""
-    python = host.config.servers[0].python if host.config.servers else ""
-    return host.call(StatusArgs(python=python), StatusResult, verb="status")
+    interpreter = host.config.servers[0].interpreter if host.config.servers else None
+    return host.call(StatusArgs(interpreter=interpreter), StatusResult, verb="status")
 
 
 @task
@@ -68,8 +68,13 @@ def logs(host: Host, server: str, lines: int, follow: bool, on_line: Callable[[s
 
 @task
 def stop(host: Host, servers: list[str], on_event: Event) -> StopResult:
-    """Stop our servers of the host; all when ``servers`` is empty."""
-    return stop_servers(host, on_event, servers)
+    """Stop our servers of the host; all when ``servers`` is empty. Raises ``UsageError`` for a name that neither the
+    host nor its inventory entry knows."""
+    result = stop_servers(host, on_event, servers)
+    if servers:
+        for name in result.absent:
+            host.config.server(name)
+    return result
 
 
 @task

@@ -1,17 +1,45 @@
-"""The two consoles: results to stdout, talk to stderr; rich gives colour on a terminal only and honours NO_COLOR."""
+"""The two consoles: results to stdout, talk to stderr; rich gives colour on a terminal only and honours NO_COLOR.
+
+Much of what is shown was written by others (logs, command lines, file names). ``SafeConsole`` keeps it from steering
+the terminal; ``quoted`` keeps it from being taken for markup or for lines of its own.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from fleetdump.errors import FleetdumpError
 
-out = Console(soft_wrap=True, highlight=False)
-err = Console(stderr=True, soft_wrap=True, highlight=False)
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but newline and tab, and those that reorder or break lines."""
+
+
+def visible(text: str) -> str:
+    """``text`` with control characters, escape sequences' beginnings and direction marks as backslash escapes."""
+    return _STEERING.sub(lambda match: repr(match.group())[1:-1], text)
+
+
+def quoted(text: str) -> str:
+    """``text`` for use inside a line with markup: nothing of it is markup, and it stays on that line."""
+    return escape(text.replace("\n", "\\n"))
+
+
+class SafeConsole(Console):
+    """A console that shows what would steer the terminal instead of sending it."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's; every text passes ``visible``."""
+        super().print(*(visible(each) if isinstance(each, str) else each for each in objects), **options)
+
+
+out = SafeConsole(soft_wrap=True, highlight=False, emoji=False)
+err = SafeConsole(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 
 @dataclass
@@ -43,11 +71,16 @@ def print_error(error: FleetdumpError) -> None:
     """What, where, why and the next step, on stderr; nothing of it is taken for markup."""
     where = f"{error.where}: " if error.where else ""
     err.print("error: ", style="bold red", end="")
-    err.print(f"{where}{error.what}", markup=False)
+    err.print(_indented(f"{where}{error.what}"), markup=False)
     if error.why:
-        err.print(f"  why:  {error.why}", markup=False)
+        err.print(f"  why:  {_indented(error.why)}", markup=False)
     if error.next_step:
-        err.print(f"  next: {error.next_step}", markup=False)
+        err.print(f"  next: {_indented(error.next_step)}", markup=False)
+
+
+def _indented(text: str) -> str:
+    """Further lines of a text, so that they cannot pass for ours."""
+    return text.replace("\n", "\n        ")
 
 
 def size(count: float) -> str:

@@ -1,105 +1,137 @@
-"""Tables and lines about hosts: findings, server states, deploys, verdicts, and the recap that ends every command."""
+"""What a host answered, in lines: findings, server states, deploys, verdicts, and the recap that ends a command."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
-from fleetdump.agent.protocol import ProbeResult, StatusResult
+from fleetdump.agent.protocol import Finding, ProbeResult, StatusResult
 from fleetdump.diagnosis import Verdict
+from fleetdump.hostpatterns import compress
 from fleetdump.tasks.deploy import DeployReport, ServerReport
 from fleetdump.tasks.server import Diagnosis
-from fleetdump.views.console import HostResult, duration, err, out, size
+from fleetdump.views.console import HostResult, duration, err, out, quoted, size
 
 _STATUS_STYLE = {"ok": "green", "failed": "red", "unreachable": "magenta", "stall": "bold red", "locked": "yellow"}
-_LEVEL_STYLE = {"ok": "green", "warning": "yellow", "blocker": "bold red"}
+_LEVELS = {"blocker": "bold red", "warning": "yellow"}
+"""Levels of findings that ask for something, the worst first, with their styles."""
+_LOG_TAIL_OF = ("died", "stall", "timeout")
+"""Outcomes whose cause may stand in the log's last lines."""
+_LOG_TAIL_LINES = 12
 
 
 def show_event(host: str, event: dict[str, Any]) -> None:
     """Steps and phases as they happen, each line with its host."""
     kind = event.get("event")
     if kind == "step":
-        err.print(f"[dim]\\[{escape(host)}][/] {escape(str(event['text']))}")
+        err.print(f"[dim]\\[{quoted(host)}][/] {quoted(str(event['text']))}")
     elif kind == "phase":
         after = duration(float(event.get("seconds", 0.0)))
         text = f"{event.get('server', '')}: {event.get('phase')} after {after}, {event.get('lines', 0)} log lines"
-        err.print(f"[dim]\\[{escape(host)}][/] {escape(text)}")
+        err.print(f"[dim]\\[{quoted(host)}][/] {quoted(text)}")
 
 
+# --------------------------------------------------------------------------- check
 def show_probe(host: str, probe: ProbeResult) -> None:
-    """Findings of one host; what is well is one line."""
-    good = [f for f in probe.findings if f.level == "ok"]
-    out.print(f"[bold]{escape(host)}[/]  {escape(probe.hostname)}  {escape(probe.engine or 'no engine')}")
-    if good:
-        out.print(f"  [green]ok[/]       {escape('; '.join(f.text for f in good))}")
-    for finding in probe.findings:
-        if finding.level == "ok":
-            continue
-        out.print(f"  [{_LEVEL_STYLE[finding.level]}]{finding.level:8}[/] {escape(finding.text)}")
-        if finding.fix:
-            out.print(f"           fix: {escape(finding.fix)}")
+    """One line: what the host is, and whether a deploy would work. What is not well comes in ``show_findings``."""
+    model = f"{probe.model.architecture} with {probe.model.num_layers} layers" if probe.model else "no model"
+    gpus = f"{len(probe.gpus)} x {probe.gpus[0]}" if probe.gpus else "no GPU"
+    counts = {level: sum(finding.level == level for finding in probe.findings) for level in _LEVELS}
+    told = [f"[{style}]{_count(counts[level], level)}[/]" for level, style in _LEVELS.items() if counts[level]]
+    facts = quoted(", ".join((probe.engine or "no engine", model, gpus)))
+    out.print(f"[bold]{quoted(host)}[/]  {facts}: {', '.join(told) or '[green]ok[/]'}")
 
 
+def show_findings(probes: Mapping[str, ProbeResult]) -> None:
+    """Blockers and warnings of all hosts, each once with the hosts that have it; of a single host also what is well."""
+    if len(probes) == 1:
+        (probe,) = probes.values()
+        good = "; ".join(finding.text for finding in probe.findings if finding.level == "ok")
+        out.print(f"[green]ok[/]       {quoted(good)}")
+    having: dict[tuple[str, str, str], list[str]] = {}
+    for host, probe in probes.items():
+        for finding in probe.findings:
+            having.setdefault((finding.level, finding.text, finding.fix), []).append(host)
+    for level, style in _LEVELS.items():
+        for (its_level, text, fix), hosts in having.items():
+            if its_level == level:
+                _show_finding(Finding("", level, text, fix), style, _whose(hosts, len(probes)))
+
+
+def _whose(hosts: list[str], of: int) -> str:
+    if len(hosts) == of:
+        return f"all {of} hosts: " if of > 1 else ""
+    return f"{', '.join(compress(sorted(hosts)))}: "
+
+
+def _show_finding(finding: Finding, style: str, whose: str) -> None:
+    out.print(f"[{style}]{finding.level:8}[/] {quoted(whose + finding.text)}")
+    if finding.fix:
+        out.print(f"         fix: {quoted(finding.fix)}")
+
+
+# --------------------------------------------------------------------------- status
 def show_status(host: str, status: StatusResult) -> None:
     """Servers, runs and patch of one host."""
     patch = status.patch
     text = f"patch {patch.state} {patch.patch}".strip() if patch else "patch not looked at"
-    out.print(f"[bold]{escape(host)}[/]  {escape(text)}; our files {size(status.state_bytes)}")
+    out.print(f"[bold]{quoted(host)}[/]  {quoted(text)}; our files {size(status.state_bytes)}")
     for server in status.servers:
+        lives = server.state in ("starting", "ready")
         out.print(
-            f"  server {escape(server.name)}: {server.state}"
-            + (f", pid {server.pid}, port {server.port}, up {duration(server.uptime)}" if server.pid else "")
-            + (f", phase {server.phase}" if server.phase else "")
+            f"  server {quoted(server.name)}: {server.state}"
+            + (f", pid {server.pid}, port {server.port}, up {duration(server.uptime)}" if lives else "")
+            + (f", phase {quoted(server.phase)}" if server.phase and server.state != "ready" else "")
         )
     for share in status.shares:
         out.print(
-            f"  run {escape(share.run)} on {escape(share.server)}: {share.state}, {share.done}/{share.samples} samples,"
+            f"  run {quoted(share.run)} on {quoted(share.server)}: {share.state}, {share.done}/{share.samples} samples,"
             f" {share.tokens_per_second:.0f} tok/s, {size(share.bytes_written)}"
+            + (f"; {quoted(share.detail)}" if share.detail else "")
         )
 
 
+# --------------------------------------------------------------------------- deploy
 def show_deploy(host: str, report: DeployReport) -> None:
     """How each server of a host came up."""
     for server in report.servers:
-        _show_server(host, report, server)
-
-
-def _show_server(host: str, report: DeployReport, server: ServerReport) -> None:
-    name = f"{escape(host)}/{escape(server.server)}"
-    if server.outcome == "ready":
-        how = "unchanged" if server.reused else f"ready in {duration(server.seconds)}"
-        out.print(f"[green]{name}[/] {how}, {server.lines} log lines, patch {escape(report.patch or 'none')}")
-        if server.selfcheck:
-            check = server.selfcheck
-            out.print(
-                f"  self-check passed: {check.prompts} prompts, {check.rows} rows,"
-                f" largest log-probability difference {check.max_logprob_diff:.2g}"
-            )
-        return
-    out.print(f"[bold red]{name}[/] {server.outcome} in phase {server.phase or '?'}, {server.lines} log lines")
-    if server.detail:
-        out.print(f"  {escape(server.detail)}")
-    show_verdicts(server.verdicts)
-    if not server.verdicts:
-        for line in server.log_tail[-12:]:
-            out.print(f"  | {escape(line)}")
-    if server.evidence_dir:
-        out.print(f"  evidence on the host: {escape(server.evidence_dir)}")
-    if server.log:
-        out.print(f"  log on the host: {escape(server.log)}")
+        if server.outcome == "ready":
+            _show_ready(host, report, server)
+        else:
+            _show_not_ready(host, server)
     if report.reverted:
-        out.print("  the server was stopped and the patch reverted")
+        out.print(f"{quoted(host)}: stopped, and the patch reverted")
 
 
+def _show_ready(host: str, report: DeployReport, server: ServerReport) -> None:
+    how = "unchanged" if server.reused else f"ready in {duration(server.seconds)}, {server.lines} log lines"
+    patch = f"patch {report.patch}" if report.patch else "no patch"
+    check = server.selfcheck
+    proof = f", self-check passed ({check.prompts} prompts, {check.rows} rows)" if check else ""
+    out.print(f"[green]{quoted(f'{host}/{server.server}')}[/] {how}, {quoted(patch)}{proof}")
+
+
+def _show_not_ready(host: str, server: ServerReport) -> None:
+    head = f"{server.outcome} in phase {server.phase or '?'}, {server.lines} log lines"
+    out.print(f"[bold red]{quoted(f'{host}/{server.server}')}[/] {quoted(head)}")
+    if server.detail:
+        out.print(f"  {quoted(server.detail)}")
+    show_verdicts(server.verdicts)
+    if not server.verdicts and server.outcome in _LOG_TAIL_OF:
+        for line in server.log_tail[-_LOG_TAIL_LINES:]:
+            out.print(f"  | {quoted(line)}")
+    for label, path in (("evidence", server.evidence_dir), ("log", server.log)):
+        if path:
+            out.print(f"  {label} on the host: {quoted(path)}")
+
+
+# --------------------------------------------------------------------------- diagnose
 def show_diagnosis(host: str, diagnosis: Diagnosis) -> None:
     """Verdicts of one server, the best in full."""
-    out.print(f"[bold]{escape(host)}/{escape(diagnosis.server)}[/]")
+    out.print(f"[bold]{quoted(f'{host}/{diagnosis.server}')}[/]")
     show_verdicts(diagnosis.verdicts)
     if diagnosis.evidence_dir:
-        out.print(f"  evidence on the host: {escape(diagnosis.evidence_dir)}")
+        out.print(f"  evidence on the host: {quoted(diagnosis.evidence_dir)}")
 
 
 def show_verdicts(verdicts: list[Verdict]) -> None:
@@ -107,28 +139,37 @@ def show_verdicts(verdicts: list[Verdict]) -> None:
     for place, verdict in enumerate(verdicts):
         rank = f" rank {verdict.rank}" if verdict.rank is not None else ""
         phase = f", phase {verdict.phase}" if verdict.phase else ""
-        out.print(f"  [bold]{verdict.code}[/]{rank}{phase} ({verdict.confidence} confidence): {escape(verdict.title)}")
+        out.print(
+            f"  [bold]{verdict.code}[/]{rank}{quoted(phase)} ({verdict.confidence} confidence): {quoted(verdict.title)}"
+        )
         if place:
             continue
         _show_list("because", verdict.evidence)
-        _show_list("ruled out", verdict.ruled_out)
+        ruled_out = [reason.partition(":")[0] for reason in verdict.ruled_out]
+        _show_list("ruled out", [", ".join(ruled_out)] if ruled_out else [])
         _show_list("next", verdict.next_steps)
 
 
 def _show_list(label: str, lines: Iterable[str]) -> None:
     for place, line in enumerate(lines):
-        out.print(f"    {label + ':' if not place else '':11}{escape(line)}")
+        out.print(f"    {label + ':' if not place else '':11}{quoted(line)}")
 
 
+# --------------------------------------------------------------------------- recap
 def show_recap(results: list[HostResult]) -> None:
-    """The table that ends every fleet command, on stderr so that stdout holds results only."""
-    table = Table(title=None, box=None, pad_edge=False, show_header=True, header_style="bold")
-    table.add_column("host")
-    table.add_column("result")
-    table.add_column("note")
+    """The line that ends a command on several hosts, on stderr so that stdout holds results only."""
+    if len(results) < 2:
+        return
+    having: dict[str, list[str]] = {}
     for result in results:
-        style = _STATUS_STYLE.get(result.status, "")
-        note = str(result.error) if result.error else ""
-        table.add_row(escape(result.host), f"[{style}]{result.status}[/]", escape(note))
-    err.print()
-    err.print(table)
+        having.setdefault(result.status, []).append(result.host)
+    parts = []
+    for status, style in _STATUS_STYLE.items():
+        if hosts := having.get(status):
+            names = "" if status == "ok" else f" ({', '.join(compress(sorted(hosts)))})"
+            parts.append(f"[{style}]{len(hosts)} {status}[/]{quoted(names)}")
+    err.print(f"{len(results)} hosts: {', '.join(parts)}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")

@@ -7,11 +7,10 @@ import time
 
 from rich.console import Group
 from rich.live import Live
-from rich.markup import escape
 from rich.text import Text
 
 from fleetdump.agent.protocol import RunProgress
-from fleetdump.views.console import duration, err, size
+from fleetdump.views.console import duration, err, quoted, size, visible
 
 PLAIN_SECONDS = 5.0
 """How often a line is printed where the output is no terminal."""
@@ -72,7 +71,9 @@ class RunView:
 
 def _share_line(host: str, server: str, share: RunProgress) -> Text:
     text = (
-        f"\\[{escape(host)}/{escape(server)}] {share.state} {share.done}/{share.samples},"
+        f"\\[{quoted(host)}/{quoted(server)}] {share.state} {share.done}/{share.samples},"
         f" {share.tokens_per_second:.0f} tok/s, {share.in_flight} in flight"
     )
-    return Text.from_markup(text + (f"  [yellow]{escape(share.detail)}[/]" if share.detail else ""))
+    if share.detail:
+        text += f"  [yellow]{quoted(share.detail)}[/]"
+    return Text.from_markup(visible(text), emoji=False)

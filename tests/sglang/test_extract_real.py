@@ -1,4 +1,5 @@
-"""An extraction through the real SGLang with the real tap: exactly once, with driver and server killed on the way."""
+"""An extraction through the real SGLang with the real tap: exactly once, with driver and server killed on the way, and
+with an API key that stands in no file."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from typing import Any
 import pytest
 
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.detach import alive
 from fleetdump.agent.drive import follow, start_driver, submit
 from fleetdump.agent.formats import row_line
-from fleetdump.agent.generate import is_ready
+from fleetdump.agent.generate import is_ready, post
 from fleetdump.agent.patching import patch, revert
+from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import (
     CaptureSpec,
     FollowArgs,
@@ -45,6 +46,7 @@ from extraction import kill_driver, manifest_of, rejected_of, wait_for
 pytestmark = pytest.mark.sglang
 
 READY_SECONDS = 240.0
+KEY = "k-4711-secret"
 ROWS: list[dict[str, Any]] = [
     *({"id": f"ids-{n}", "input_ids": [(7 * k) % 300 + 3 for k in range(n)], "loss_mask": [1] * n} for n in (1, 2, 5)),
     *({"id": f"text-{n}", "text": "The quick brown fox. " * n} for n in (1, 2, 4, 8, 16, 32, 70)),
@@ -69,7 +71,7 @@ class RealHost:
             python=str(env.python),
             model_path=str(env.model),
             port=port,
-            args=[*env.args, "--chunked-prefill-size", "512"],
+            args=[*env.args, "--chunked-prefill-size", "512", "--api-key", KEY],
             env=dict(env.env),
         )
         self.patch: PatchSpec = load_patch(find_patch("hidden-states"))
@@ -93,7 +95,7 @@ class RealHost:
                 continue
             if session == record.pid:
                 os.kill(int(stat.parent.name), signal.SIGKILL)
-        wait_for(lambda: not alive(record.pid, record.start_time))
+        wait_for(lambda: not is_alive(record.pid, record.start_time))
 
     def submit(self, run: str, rows: list[dict[str, Any]], budget: int = 32768) -> Share:
         body = b"".join(row_line(row) for row in rows)
@@ -107,7 +109,7 @@ class RealHost:
 def host(sglang_env: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealHost]:
     port = int(os.environ.get("FLEETDUMP_TEST_PORT", "31140"))
     real = RealHost(tmp_path_factory.mktemp("extract"), sglang_env, port)
-    patch(PatchArgs(real.server.python, real.patch), real.context())
+    patch(PatchArgs(real.server.python, real.patch, models=[real.server.model_path]), real.context())
     try:
         real.launch()
         yield real
@@ -171,13 +173,15 @@ def _check_lines(host: RealHost, share: Share, lines: list[dict[str, Any]]) -> N
 
 def test_the_server_is_not_disturbed_by_a_run(host: RealHost) -> None:
     """A run's requests and a stranger's go side by side; the stranger's answers are the same as without a run."""
-    from fleetdump.agent.generate import post
-
     body = {"input_ids": [9, 8, 7, 6], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
-    before = post(host.server.port, "/generate", body).data["text"]
+    key = {"Authorization": f"Bearer {KEY}"}
+    assert post(host.server.port, "/generate", body).status == 401
+    before = post(host.server.port, "/generate", body, key).data["text"]
     share = host.submit("beside", ROWS[3:9])
-    during = post(host.server.port, "/generate", body).data["text"]
+    during = post(host.server.port, "/generate", body, key).data["text"]
     follow(FollowArgs("beside", interval=0.2), host.context(deadline=100))
     assert share.progress().state == "done"
     assert during == before
     assert share.progress().tokens_done == share.progress().tokens
+    records = [path for path in host.state.root.rglob("*.json*") if path.is_file()]
+    assert not [path for path in records if KEY.encode() in path.read_bytes()]

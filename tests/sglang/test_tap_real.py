@@ -242,6 +242,16 @@ def wait_for_rows(journal: Path, rows: int) -> None:
         time.sleep(0.1)
 
 
+def close_when_dead(run: Path) -> None:
+    """Close what the killed ranks left. The kernel lets a big process's locks go a while after it is a zombie."""
+    end = time.monotonic() + 30
+    close_dead(run)
+    while list(run.glob("*.part")):
+        assert time.monotonic() < end, "a killed rank still holds its journal"
+        time.sleep(0.2)
+        close_dead(run)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_captured_states_are_those_of_transformers(sglang_env: SglangEnv, tmp_path: Path, tp: int) -> None:
     """Batches, chunks and one rank's death in the middle of writing, on one server."""
@@ -258,9 +268,8 @@ def test_captured_states_are_those_of_transformers(sglang_env: SglangEnv, tmp_pa
         wait_for_rows(run / "journal-main-1f0c77aa-r0.jsonl", sum(map(len, prompts.values())))
         for pid in session_pids(server.pid):
             os.kill(pid, signal.SIGKILL)
-    close_dead(run)
+    close_when_dead(run)
     assert verify_directory(run).faults == []
-    assert not list(run.glob("*.part"))
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     command = [str(sglang_env.python), str(HERE / "compare_hidden_states.py"), str(sglang_env.model), str(run)]
     done = subprocess.run([*command, str(tmp_path / "prompts.json")], capture_output=True, text=True, timeout=300)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fleetdump.agent.context import State
-from fleetdump.agent.detach import alive, start_time
 from fleetdump.agent.formats import row_line
 from fleetdump.agent.jsonl import read_lines
+from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import CaptureSpec
 from fleetdump.agent.server import ServerRecord, boot_id, save_record
 from fleetdump.agent.share import Share, ShareSpec
@@ -48,11 +48,12 @@ class StandIn:
         if self.process is not None:
             self._write_config(self.launch_id)
 
-    def start(self) -> None:
+    def start(self, api_key: str = "") -> None:
         self.launch_id = secrets.token_hex(4)
         self._write_config(self.launch_id)
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("standin.py")), str(self.config)],
+            [sys.executable, str(Path(__file__).with_name("standin.py")), str(self.config)]
+            + (["--api-key", api_key] if api_key else []),
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         for _ in range(500):
@@ -195,7 +196,7 @@ def wait_for(condition: Any, seconds: float = 20.0) -> None:
 def kill_driver(share: Share) -> None:
     """SIGKILL to the share's driver, if it is a process of its own and still runs."""
     driver = share.driver()
-    if driver is None or driver.pid == os.getpid() or not alive(driver.pid, driver.start_time):
+    if driver is None or driver.pid == os.getpid() or not is_alive(driver.pid, driver.start_time):
         return
     os.kill(driver.pid, signal.SIGKILL)
-    wait_for(lambda: not alive(driver.pid, driver.start_time))
+    wait_for(lambda: not is_alive(driver.pid, driver.start_time))

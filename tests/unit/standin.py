@@ -78,9 +78,21 @@ class Handler(BaseHTTPRequestHandler):
     in_flight: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
+        if self._refused():
+            return
         self._answer(200, {"context_length": 2048} if self.path == "/server_info" else {})
 
+    def _refused(self) -> bool:
+        """With ``--api-key KEY``, as SGLang: all but /health wants the key."""
+        allowed = len(sys.argv) < 4 or self.path == "/health"
+        if not allowed and self.headers["Authorization"] != f"Bearer {sys.argv[3]}":
+            self._answer(401, {"error": "Unauthorized"})
+            return True
+        return False
+
     def do_POST(self) -> None:
+        if self._refused():
+            return None
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         faults = json.loads(self.config_path.read_text())
         rid = Rid.parse(request["rid"])

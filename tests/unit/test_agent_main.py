@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from fleetdump.agent import bootstrap, bundles, lock, main, protocol
-from fleetdump.agent.audit import scrub_argv, shorten
+from fleetdump.agent.audit import shorten
 from fleetdump.agent.context import AgentContext, ControllerGone, State
-from fleetdump.agent.detach import alive, spawn_detached, start_time
+from fleetdump.agent.detach import spawn_detached
+from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import AgentFailure, Request
+from fleetdump.agent.scrub import scrub_argv
 from fleetdump.agent.watchdog import Watchdog
 
 AGENT = Path(main.__file__).parent
@@ -66,7 +68,7 @@ class TestServe:
         answer = serve_with(context(tmp_path), monkeypatch, lambda args, ctx: protocol.StopResult(stopped=["main"]))
         assert answer == {
             "type": "result",
-            "result": {"stopped": ["main"], "killed": [], "absent": []},
+            "result": {"stopped": ["main"], "killed": [], "absent": [], "waiting": []},
             "error": None,
         }
 
@@ -241,12 +243,12 @@ class TestProcesses:
         pid, started = spawn_detached([str(odd), "30"], log_path=tmp_path / "log")
         try:
             assert started == start_time(pid) > 0
-            assert alive(pid, started)
-            assert not alive(pid, started + 1)
+            assert is_alive(pid, started)
+            assert not is_alive(pid, started + 1)
         finally:
             os.kill(pid, 9)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert not alive(pid, started), "a zombie is not alive"
+        assert not is_alive(pid, started), "a zombie is not alive"
         os.waitpid(pid, 0)
         assert start_time(pid) is None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import testverbs
 
-from fleetdump.agent.detach import alive, start_time
+from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import StatusArgs, StatusResult
 from fleetdump.errors import HostError, LockedError, UnreachableError
 from fleetdump.fleet import ConnectOptions, Host, connect
@@ -128,7 +128,7 @@ def test_deadline_ends_the_agent_and_its_children(local_host: Host) -> None:
         )
     assert caught.value.code == "timeout"
     assert time.monotonic() - began < 8
-    assert not alive(pids[0], start_time(pids[0]) or 0)
+    assert not is_alive(pids[0], start_time(pids[0]) or 0)
     assert not _processes_with("left-behind-1")
 
 
@@ -210,7 +210,7 @@ def test_detached_process_outlives_the_agent(local_host: Host, tmp_path: Path) -
     pid, started = done.pid, done.numbers[0]
     try:
         while log.read_text() != "alive\n":  # before that, its interpreter has files of its own open
-            assert alive(pid, started)
+            assert is_alive(pid, started)
             time.sleep(0.02)
         assert os.getsid(pid) == pid
         assert os.readlink(f"/proc/{pid}/cwd") == "/"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import time
@@ -13,11 +11,20 @@ import pytest
 
 from fleetdump.agent import patchrecord
 from fleetdump.agent.clean import clean
-from fleetdump.agent.detach import start_time
 from fleetdump.agent.patching import patch, revert
-from fleetdump.agent.protocol import AgentFailure, CaptureSpec, CleanArgs, PatchArgs, RevertArgs
+from fleetdump.agent.procfs import start_time
+from fleetdump.agent.protocol import (
+    AgentFailure,
+    CaptureSpec,
+    CleanArgs,
+    Interpreter,
+    PatchArgs,
+    RevertArgs,
+    StatusArgs,
+)
 from fleetdump.agent.server import ServerRecord, _make_capture_dir, boot_id, save_record
-from fleetdump.agent.share import DriverRecord, Share, ShareSpec
+from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.status import status
 from tests.unit.engineinstall import context, install, spec
 
 SHARD = "shard-main-1f0c77aa-r0-0.safetensors"
@@ -110,7 +117,7 @@ def test_a_folder_that_was_there_before_us_stays_even_when_empty(tmp_path: Path)
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_a_living_server_or_driver_of_ours_stands_in_the_way(tmp_path: Path) -> None:
+def test_a_living_server_of_ours_stands_in_the_way(tmp_path: Path) -> None:
     ctx = context(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     try:
@@ -123,18 +130,22 @@ def test_a_living_server_or_driver_of_ours_stands_in_the_way(tmp_path: Path) -> 
             clean(CleanArgs(), ctx)
         assert f"main (pid {process.pid})" in caught.value.error.where
         assert "fleetdump stop" in caught.value.error.next_step
-
-        (ctx.state.root / "servers" / "main" / "server.json").unlink()
-        make_run(ctx.state.root, tmp_path / "hs")
-        driver = DriverRecord(process.pid, started, time.time())
-        (ctx.state.root / "runs" / "r1" / "main" / "driver.json").write_text(json.dumps(driver.__dict__))
-        with pytest.raises(AgentFailure) as caught:
-            clean(CleanArgs([str(tmp_path / "hs")], data=True), ctx)
-        assert caught.value.error.where == "r1 on main"
-        assert os.path.exists(tmp_path / "hs" / "r1" / SHARD)
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("capture_dirs", [[], ["hs"]], ids=["of the share", "of the inventory"])
+def test_what_a_killed_self_check_left_counts_for_nothing_and_goes(tmp_path: Path, capture_dirs: list[str]) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs", "selfcheck-1f0c77aa-ab12")
+    make_run(ctx.state.root, tmp_path / "hs", "r1")
+
+    assert [share.run for share in status(StatusArgs(), ctx).shares] == ["r1"]
+    clean(CleanArgs([str(tmp_path / name) for name in capture_dirs]), ctx)
+
+    assert [path.name for path in (tmp_path / "hs").iterdir()] == ["r1"]
+    assert [path.name for path in (ctx.state.root / "runs").iterdir()] == ["r1"]
 
 
 def test_an_applied_patch_stands_in_the_way_and_a_leftover_folder_goes(tmp_path: Path) -> None:
@@ -142,11 +153,11 @@ def test_an_applied_patch_stands_in_the_way_and_a_leftover_folder_goes(tmp_path:
     engine = install(tmp_path / "venv")
     patch(PatchArgs(engine.python, spec()), ctx)
     with pytest.raises(AgentFailure) as caught:
-        clean(CleanArgs(pythons=[engine.python]), ctx)
+        clean(CleanArgs(interpreters=[Interpreter(engine.python)]), ctx)
     assert "fleetdump revert" in caught.value.error.next_step
 
     revert(RevertArgs(engine.python), ctx)
     (engine.site / patchrecord.FOLDER).mkdir()
-    clean(CleanArgs(pythons=[engine.python, "/no/python"]), ctx)
+    clean(CleanArgs(interpreters=[Interpreter(engine.python), Interpreter("/no/python")]), ctx)
 
     assert not (engine.site / patchrecord.FOLDER).exists()

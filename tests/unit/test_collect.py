@@ -39,7 +39,7 @@ from fleetdump.tasks.collect import (
     take_line,
     take_reject,
 )
-from fleetdump.tasks.extract import balance, open_run
+from fleetdump.tasks.extract import balance, open_run, require_run_name, take_in, targets_of
 
 SOURCE = Source("r1", "h1", "main")
 
@@ -68,8 +68,8 @@ def test_balance_is_even_and_always_the_same() -> None:
 
 def test_the_same_data_gives_the_same_shares_after_a_crash(ledger: Ledger) -> None:
     data = [*rows(*"abcdefg"), BrokenRow(9, "bad_json", "x")]
-    first = open_run(ledger, "r1", data, TARGETS)
-    again = open_run(ledger, "r1", data, TARGETS[:1])  # other hosts selected: the shares stay
+    first = open_run(ledger, "r1", take_in(data), TARGETS)
+    again = open_run(ledger, "r1", take_in(data), TARGETS[:1])  # other hosts selected: the shares stay
     assert (first.resumed, again.resumed) == (False, True)
     assert {t: s.sha256 for t, s in first.shares.items()} == {t: s.sha256 for t, s in again.shares.items()}
     assert first.samples == 7
@@ -86,20 +86,22 @@ def test_the_same_data_gives_the_same_shares_after_a_crash(ledger: Ledger) -> No
     ],
 )
 def test_other_data_under_the_same_name_is_refused(ledger: Ledger, data: list[Row | BrokenRow], why: str) -> None:
-    open_run(ledger, "r1", rows("a", "b", "c"), TARGETS)
+    open_run(ledger, "r1", take_in(rows("a", "b", "c")), TARGETS)
     with pytest.raises(UsageError) as caught:
-        open_run(ledger, "r1", data, TARGETS)
+        open_run(ledger, "r1", take_in(data), TARGETS)
     assert why in caught.value.why
 
 
-@pytest.mark.parametrize(
-    ("run", "data", "targets"),
-    [("../x", rows("a"), TARGETS), ("r1", [BrokenRow(3, "bad_json", "x")], TARGETS), ("r1", rows("a"), [])],
-)
-def test_what_cannot_begin(ledger: Ledger, run: str, data: list[Row | BrokenRow], targets: list) -> None:
-    with pytest.raises(UsageError):
-        open_run(ledger, run, data, targets)
-    assert not ledger.is_planned
+def test_what_cannot_begin() -> None:
+    with pytest.raises(UsageError, match="run"):
+        require_run_name("../x")
+    with pytest.raises(UsageError, match="usable") as caught:
+        take_in([BrokenRow(3, "bad_json", "x")])
+    assert "line 3" in caught.value.why
+    with pytest.raises(UsageError, match="no server"):
+        targets_of([])
+    with pytest.raises(UsageError, match="capture"):
+        targets_of([HostConfig("h1", "h1")])
 
 
 # --------------------------------------------------------------------------- lines
@@ -115,6 +117,8 @@ def test_what_cannot_begin(ledger: Ledger, run: str, data: list[Row | BrokenRow]
         (text_of(manifest_line("a", supervised=6)), "6 of 5 tokens"),
         (text_of(manifest_line("a", pieces=manifest_line("a", shards=("x", "y")).pieces[1:])), "starts at 5"),
         (text_of(manifest_line("z")), "not of this data set"),
+        (text_of(manifest_line("a", shards=("../../.ssh/authorized_keys",))), "is no name of a file"),
+        (text_of(manifest_line("a", norm="norm-/../../x-0000000a.safetensors")), "is no name of a file"),
     ],
 )
 def test_a_bad_line_is_named_and_not_taken(ledger: Ledger, text: str, what: str) -> None:
@@ -281,7 +285,8 @@ def test_a_damaged_shard_is_named_and_not_counted_as_collected(run: Run, ledger:
     with run.connect() as host:
         report = pull(host, run.options, ledger)
     assert any(name in fault and what in fault for fault in report.faults), report.faults
-    assert ledger.collected("h1", "main") == 0
+    # A busy machine closes shards early: samples in another shard than the damaged one do count.
+    assert ledger.collected("h1", "main") < report.lines
 
 
 def test_a_flipped_bit_here_is_seen_by_the_pieces(run: Run, ledger: Ledger) -> None:

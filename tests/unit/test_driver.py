@@ -14,13 +14,21 @@ from pathlib import Path
 import pytest
 from extraction import StandIn, check_bytes, kill_driver, manifest_of, rejected_of, wait_for
 
+from fleetdump.agent.access import authorization
+from fleetdump.agent.clean import clean
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.drive import follow, manifest, start_driver, submit
 from fleetdump.agent.driver import work
+from fleetdump.agent.evidence_types import Target
 from fleetdump.agent.formats import row_line
+from fleetdump.agent.generate import post
 from fleetdump.agent.loop import Timing
-from fleetdump.agent.protocol import AgentFailure, FollowArgs, ManifestArgs, Request, SubmitArgs
+from fleetdump.agent.probes import net
+from fleetdump.agent.procfs import is_alive
+from fleetdump.agent.protocol import AgentFailure, CleanArgs, FollowArgs, ManifestArgs, Request, SubmitArgs
 from fleetdump.agent.schedule import Sample, Schedule
+from fleetdump.agent.server import load_record, save_record
+from fleetdump.agent.shards import close_dead
 from fleetdump.agent.share import Share
 
 FAST = Timing(turn=0.01, settle=0.5, pause=0.1, probe=0.05)
@@ -370,3 +378,69 @@ def test_a_tokeniser_that_cannot_run_fails_the_share_with_its_reason(host: Stand
     assert share.progress().state == "failed"
     assert "the tokeniser ended with status 1" in share.progress().detail
     assert rejected_of(share) == {}
+
+
+# --------------------------------------------------------------------------- a server that is stopped
+def half_way(host: StandIn) -> Share:
+    """A share with a living driver whose server was stopped on purpose in the middle."""
+    host.set_faults(delay=0.1)
+    host.start()
+    share = host.share(SAMPLES, token_budget=1)
+    start_driver(host.state, share)
+    wait_for(lambda: len(manifest_of(share)) >= 2)
+    host.kill()
+    record = load_record(host.state, "main")
+    assert record is not None
+    record.stopped_at = time.time()
+    save_record(host.state, record)
+    wait_for(lambda: "is stopped: waiting" in share.progress().detail)
+    assert 2 <= len(manifest_of(share)) < len(SAMPLES)
+    return share
+
+
+def test_a_waiting_driver_keeps_no_token_shard_open(host: StandIn) -> None:
+    share = half_way(host)
+    assert share.driver_alive()
+    wait_for(lambda: not list(Path(host.capture.dir).glob("*/tokens-*.part")))
+    close_dead(Path(host.capture.dir) / share.run)  # the killed tap's
+    check_bytes(share, host.capture)
+
+
+def test_clean_ends_a_driver_whose_server_is_stopped(host: StandIn) -> None:
+    share = half_way(host)
+    driver = share.driver()
+    assert driver is not None
+    ctx = AgentContext(Request("clean", {}), host.state, stdin=io.BytesIO(), stdout=io.BytesIO())
+    clean(CleanArgs([host.capture.dir], data=True), ctx)
+    assert not is_alive(driver.pid, driver.start_time)
+    assert not host.state.root.exists()
+    assert not list(Path(host.capture.dir).iterdir())
+
+
+def test_a_stopped_driver_stays_away_while_its_claim_is_held(host: StandIn) -> None:
+    share = half_way(host)
+    driver = share.driver()
+    claim = share.stop_driver()
+    assert driver is not None
+    assert claim is not None
+    with claim:
+        assert not is_alive(driver.pid, driver.start_time)
+        start_driver(host.state, share)
+        wait_for(lambda: "another driver works on this share" in share.log.read_text())
+    assert share.claim() is not None
+
+
+# --------------------------------------------------------------------------- a server with a key
+def test_a_server_with_an_api_key_is_driven_and_the_key_is_nowhere(host: StandIn) -> None:
+    host.start(api_key="k-4711-secret")
+    record = load_record(host.state, "main")
+    assert record is not None
+    assert post(host.port, "/generate", {}).status == 401
+    target = Target(record.pid, record.start_time, port=host.port)
+    assert net.get(target, "/model_info", 5.0).status == 200
+    assert authorization(record.pid, record.start_time + 1) == {}
+    share = host.share(SAMPLES)
+    drive(host, share)
+    exactly_once(share, set(SAMPLES), host)
+    files = [path for path in host.tmp.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"k-4711" in path.read_bytes()]

@@ -19,11 +19,13 @@ from pathlib import Path
 import pytest
 
 from fleetdump.agent import evidence as collecting
+from fleetdump.agent import healthy, scrub
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.evidence_types import Evidence, ProcessFacts, Target, WatchFacts
-from fleetdump.agent.probes import gpu, host, net, scrub, stacks, strace
+from fleetdump.agent.probes import gpu, host, net, stacks, strace
 from fleetdump.agent.probes.bounded import ProbeFailed, Probes, run_command
 from fleetdump.agent.probes.logfile import LogReader
+from fleetdump.agent.procfs import start_time
 from fleetdump.agent.protocol import AgentFailure, EvidenceArgs, Patience, Request, from_json
 from fleetdump.agent.server import ServerRecord, save_record
 from fleetdump.diagnosis import MEDIUM, Verdict, diagnose
@@ -240,7 +242,9 @@ def test_port_taken_by_somebody_else(launch) -> None:
 
 # --------------------------------------------------------------------------- which server
 def record(pid: int, port: int, log: str) -> ServerRecord:
-    return ServerRecord("main", pid, 0, "0" * 8, port, "127.0.0.1", "py", "/m", 1, [], [], log, "i", 0.0)
+    return ServerRecord(
+        "main", pid, start_time(pid) or 0, "0" * 8, port, "127.0.0.1", "py", "/m", 1, [], [], log, "i", 0.0
+    )
 
 
 def test_verb_finds_ours_by_name_or_alone(launch, tmp_path) -> None:
@@ -251,6 +255,20 @@ def test_verb_finds_ours_by_name_or_alone(launch, tmp_path) -> None:
         result = collecting.evidence(args, ctx)
         assert result.evidence["target"]["pid"] == server.process.pid
         assert json.loads(Path(result.evidence_dir, "evidence.json").read_text())["v"] == 1
+
+
+def test_verb_compares_one_of_ours_with_healthy_starts(launch, tmp_path) -> None:
+    ours = launch(SLEEP)
+    known = record(ours.process.pid, 1, ours.target.log)
+    save_record(ours.context.state, known)
+    healthy.remember(ours.context.state, healthy.HealthyStart(healthy.kind_of(known)[1], 57, 9.0, {}, ""))
+
+    args = EvidenceArgs(server="main", seconds=0.5)
+    found = from_json(Evidence, collecting.evidence(args, ours.context).evidence)
+
+    assert found.watch is not None
+    assert found.watch.healthy is not None
+    assert (found.watch.healthy.starts, found.watch.healthy.lines_min) == (1, 57)
 
 
 def test_verb_finds_the_launcher_of_any_process(launch) -> None:
@@ -375,8 +393,18 @@ def test_harmless_text_is_left_alone(text: str) -> None:
     assert scrub.scrub(text) == text
 
 
+@pytest.mark.parametrize("unit", ["x", "-", "a.", "key", "--", " ", "'", "a://"])
+def test_a_long_line_costs_no_more_than_its_length(unit: str) -> None:
+    line = unit * (200_000 // len(unit))
+    started = time.monotonic()
+    assert len(scrub.scrub(line)) == len(line)
+    assert time.monotonic() - started < 1.0
+
+
 def test_secret_options_are_hidden_in_command_lines() -> None:
-    assert scrub.scrub_argv(["serve", "--api-key", "abc", "--port", "1"]) == "serve --api-key *** --port 1"
+    words = ["serve", "--api-key", "abc", "--admin-api-key=x", "-token", "t", "--port", "1", "http://me:pw@h/"]
+    clean = ["serve", "--api-key", "***", "--admin-api-key=***", "-token", "***", "--port", "1", "http://***@h/"]
+    assert scrub.scrub_argv(words) == clean
 
 
 @pytest.mark.parametrize(

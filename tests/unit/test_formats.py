@@ -20,6 +20,7 @@ from fleetdump.agent.formats import (
     ShardRecord,
     SkipRecord,
     Writer,
+    is_run_name,
     norm_name,
 )
 from fleetdump.agent.jsonl import append_lines, open_journal, open_lines, read_journal, read_lines, write_json
@@ -253,3 +254,9 @@ def test_the_header_of_an_open_part_has_its_metadata() -> None:
 
 def test_ids_are_hashed_as_int32_little_endian() -> None:
     assert ids_sha256([1, 258]) == "fb8bbe2ad3ab5292f19bc5d75bbab9b5fbddc5a78ce47ab41b2d3d59bca08596"
+
+
+@pytest.mark.parametrize("name", ["", ".r", "a..b", "a/b", "r" * 65, "selfcheck-1f0c77aa-ab12"])
+def test_what_no_run_may_be_called(name: str) -> None:
+    assert not is_run_name(name)
+    assert is_run_name("selfcheck.1")

@@ -450,3 +450,18 @@ def test_a_kill_at_any_step_leaves_a_state_that_patch_and_revert_can_go_on_from(
         assert engine.tree() == clean, f"killed at step {step}"
     assert step > 8
     assert json.dumps(sorted(p.name for p in engine.site.iterdir())).count("fleetdump") == 0
+
+
+def test_the_package_that_pythonpath_puts_in_front_is_the_one_that_is_patched(tmp_path: Path) -> None:
+    engine, other = install(tmp_path / "venv"), install(tmp_path / "other")
+    before, env = engine.tree(), {"PYTHONPATH": str(other.site)}
+    original = other.tree()
+
+    result = patch(PatchArgs(engine.python, spec(), env=env), context(tmp_path))
+
+    assert result.after.files == [str(other.model)]
+    assert patching.read_state(engine.python, spec(), env).state == "ours"
+    assert patching.read_state(engine.python, spec()).state == "clean"
+    assert engine.tree() == before
+    assert revert(RevertArgs(engine.python, env), context(tmp_path)).verified == [str(other.model)]
+    assert other.tree() == original

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,14 @@ def test_ptrace_permission(scope: str, capabilities: str, level: str, monkeypatc
     monkeypatch.setattr(checks.procfs, "read_text", lambda path: texts[path])
 
     assert checks.check_ptrace().findings[0].level == level
+
+
+def test_one_interpreter_with_two_python_paths_is_two_engines(server: ServerSpec, tmp_path: Path) -> None:
+    other = install(tmp_path / "other", "0.5.23")
+    second = replace(server, name="second", env={"PYTHONPATH": str(other.site), "HF_HOME": "/x"})
+
+    result = probe(ProbeArgs([server, server, second], spec()), context(tmp_path))
+
+    engines = [f.text.split(" on ")[0] for f in result.findings if f.key == "engine"]
+    assert engines == ["sglang 0.5.20", "sglang 0.5.23"]
+    assert second.interpreter.env == {"PYTHONPATH": str(other.site)}

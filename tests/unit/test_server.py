@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from fleetdump.agent import procfs
 from fleetdump.agent.arguments import merge_arguments
 from fleetdump.agent.context import AgentContext
+from fleetdump.agent.jsonl import write_json
 from fleetdump.agent.protocol import (
     AgentFailure,
     CaptureSpec,
@@ -39,6 +41,7 @@ from fleetdump.agent.server import (
     server_state,
     stop,
 )
+from fleetdump.agent.share import DriverRecord
 from fleetdump.agent.status import logs, status
 from tests.unit.engineinstall import Install, context, install, runnable, wait_for
 
@@ -339,6 +342,22 @@ def test_a_server_whose_launch_was_cut_off_is_found_by_its_launch_id(server: Ser
     assert not procfs.is_alive(pid)
 
 
+def test_stop_names_the_extractions_that_wait_for_the_server(server: ServerSpec, ctx: AgentContext) -> None:
+    launch(LaunchArgs(server), ctx)
+    listening(ctx)
+    driver = DriverRecord(os.getpid(), procfs.start_time(os.getpid()) or 0, 0.0)
+    for run, name, record in (
+        ("r1", "main", driver),
+        ("r2", "main", replace(driver, start_time=1)),
+        ("r3", "b", driver),
+    ):
+        write_json(ctx.state.share(run, name) / "driver.json", record)
+        write_json(ctx.state.share(run, name) / "share.json", {})
+
+    assert stop(StopArgs(), ctx).waiting == ["r1 on main"]
+    assert stop(StopArgs(), ctx).waiting == []
+
+
 # --------------------------------------------------------------------------- status, logs
 def test_status_tells_states_and_the_size_of_our_files(server: ServerSpec, ctx: AgentContext) -> None:
     empty = status(StatusArgs(), ctx)
@@ -352,7 +371,7 @@ def test_status_tells_states_and_the_size_of_our_files(server: ServerSpec, ctx: 
     record.ready, record.phase = True, "serving"
     save_record(ctx.state, record)
 
-    answer = status(StatusArgs(server.python), ctx)
+    answer = status(StatusArgs(server.interpreter), ctx)
     assert [(s.state, s.phase) for s in answer.servers] == [("ready", "serving")]
     assert answer.servers[0].uptime > 0
     assert answer.state_bytes > 100

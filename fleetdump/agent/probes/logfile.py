@@ -9,7 +9,7 @@ from typing import Dict, List
 
 from fleetdump.agent import logmarks
 from fleetdump.agent.evidence_types import LogFacts, RankMarks
-from fleetdump.agent.probes.scrub import scrub
+from fleetdump.agent.scrub import scrub
 
 READ_LIMIT = 64 << 20
 """Of a longer log the beginning (marks of the start) and the end are read, half of this each."""

@@ -10,8 +10,9 @@ import time
 from typing import Dict, List
 
 from fleetdump.agent import procfs
+from fleetdump.agent.access import authorization
 from fleetdump.agent.evidence_types import HttpProbe, PortFacts, SocketFacts, Target
-from fleetdump.agent.probes.scrub import scrub_argv
+from fleetdump.agent.scrub import scrub_argv
 
 HEALTH_LIMIT = 6.0  # a healthy server takes 1 to 2 s: it generates a token; more on a crowded host
 INFO_LIMIT = 2.0
@@ -42,7 +43,7 @@ def port_facts(target: Target, pids: List[int]) -> PortFacts:
     if inodes or foreign:
         facts.open = True
     if foreign:
-        facts.owner_pid, facts.owner = foreign.pid, scrub_argv(foreign.cmdline)[:200]
+        facts.owner_pid, facts.owner = foreign.pid, " ".join(scrub_argv(foreign.cmdline))[:200]
     return facts
 
 
@@ -67,7 +68,7 @@ def get(target: Target, path: str, limit: float) -> HttpProbe:
     connection = http.client.HTTPConnection(host, target.port, timeout=limit)
     status, error = 0, ""
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=authorization(target.pid, target.start_time))
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as problem:
         error = "timeout" if isinstance(problem, socket.timeout) else str(problem) or type(problem).__name__

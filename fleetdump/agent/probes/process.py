@@ -10,7 +10,7 @@ from typing import Dict, List, Optional, Set, Tuple
 from fleetdump.agent import procfs
 from fleetdump.agent.evidence_types import PipeEnd, ProcessFacts, SocketFacts, ThreadFacts
 from fleetdump.agent.probes.net import tcp_table
-from fleetdump.agent.probes.scrub import scrub_argv
+from fleetdump.agent.scrub import scrub_argv
 
 DETAILED_ROLES = frozenset(
     {"launcher", "scheduler", "detokenizer", "data_parallel_controller", "tokenizer_worker", "compiler"}
@@ -110,7 +110,7 @@ def _process(first: Snapshot, second: Snapshot, pid: int) -> ProcessFacts:
         state=now.state,
         rank=now.rank.tp if now.rank else None,
         label=str(now.rank) if now.rank else "",
-        cmdline=scrub_argv(now.cmdline)[:600],
+        cmdline=" ".join(scrub_argv([word.strip() for word in now.cmdline]))[:600],
         state_before=before.state,
         cpu=round(ticks / procfs.TICKS_PER_SECOND / elapsed, 3),
         rss=now.rss_bytes,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import List
+from typing import List, Sequence
 
 HIDDEN = "***"
 
+# Every pattern that begins with a repetition begins at a word's start alone: else a long line costs the square of its
+# length.
 _NAME = r"[\w-]*(?:api[_-]?key|secret|password|passwd|access[_-]?token|auth[_-]?token|hf[_-]?token|admin[_-]?key)[\w-]*"
-_SECRET_OPTION = re.compile(rf"--{_NAME}\Z", re.IGNORECASE)
-_ASSIGNED = re.compile(rf"(?P<name>{_NAME})(?P<mark>['\"]?\s*[=:]\s*|\s+)(?P<quote>['\"]?)(?!None\b)[^\s'\",)&]+", re.I)
-_OPTION_VALUE = re.compile(rf"(?P<name>--{_NAME})[ =]+(?P<quote>['\"]?)[^\s'\"]+", re.IGNORECASE)
+_SECRET_OPTION = re.compile(
+    rf"--?(?:(?:.*[-_])?(?:key|token|secret|password|passwd|credentials?)|{_NAME})\Z", re.IGNORECASE
+)
+_ASSIGNED = re.compile(
+    rf"(?<![\w-])(?P<name>{_NAME})(?P<mark>['\"]?\s*[=:]\s*|\s+)(?P<quote>['\"]?)(?!None\b)[^\s'\",)&]+", re.I
+)
+_OPTION_VALUE = re.compile(rf"(?<![\w-])(?P<name>--{_NAME})[ =]+(?P<quote>['\"]?)[^\s'\"]+", re.IGNORECASE)
 _BEARER = re.compile(r"(?P<name>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE)
 _TOKEN = re.compile(r"\b(?:hf_[A-Za-z0-9]{10,}|sk-[A-Za-z0-9_-]{10,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})")
-_USERINFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^/\s@'\"]+@", re.IGNORECASE)
+_USERINFO = re.compile(r"(?<![a-z0-9+.-])(?P<scheme>[a-z][a-z0-9+.-]*://)[^/\s@'\"]+@", re.IGNORECASE)
 _ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?(?:[^@/\s]*@)?(?P<address>\[[0-9a-f:]+\](?::\d+)?|[^/@\s?#]+)", re.I)
 
 
@@ -26,13 +32,19 @@ def scrub(text: str) -> str:
     return _TOKEN.sub(HIDDEN, text)
 
 
-def scrub_argv(argv: List[str]) -> str:
-    """A command line for display, with the values of secret options hidden."""
-    words, hide = [], False
+def scrub_argv(argv: Sequence[str]) -> List[str]:
+    """A command line with the values of secret options hidden (``--api-key …`` and ``--api-key=…``)."""
+    clean: List[str] = []
+    hide = False
     for word in argv:
-        words.append(HIDDEN if hide else scrub(word.strip()))
-        hide = bool(_SECRET_OPTION.match(word))
-    return " ".join(words)
+        option, equals, _ = word.partition("=")
+        secret = bool(_SECRET_OPTION.match(option))
+        if hide:
+            clean.append(HIDDEN)
+        else:
+            clean.append(f"{option}={HIDDEN}" if secret and equals else scrub(word))
+        hide = secret and not equals and not hide
+    return clean
 
 
 def proxy_address(value: str) -> str:

@@ -1,0 +1,169 @@
+"""What a user reads: what others wrote never steers the terminal, and hosts that agree are told once."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetdump.agent.protocol import (
+    Finding,
+    ModelFacts,
+    PatchState,
+    ProbeResult,
+    RunProgress,
+    ServerState,
+    StatusResult,
+)
+from fleetdump.diagnosis import Verdict
+from fleetdump.errors import HostError, UnreachableError
+from fleetdump.tasks.deploy import DeployReport, ServerReport
+from fleetdump.tasks.server import Diagnosis
+from fleetdump.views import console, hosts, progress
+from fleetdump.views.console import HostResult, SafeConsole, print_error, print_json, quoted, visible
+
+EVIL = "\x1b]0;title\x07\x1b[31m[red]x[/red] :bug: \x9b2J \u202egpj\nerror: forged\r"
+SHOWN = "[red]x[/red] :bug:"
+
+Capture = Callable[[], tuple[str, str]]
+
+
+@pytest.fixture(params=[False, True], ids=["pipe", "terminal"])
+def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Capture:
+    """Both consoles as a pipe or a terminal; gives what was written to stdout and stderr."""
+    streams = io.StringIO(), io.StringIO()
+    for name, stream in zip(("out", "err"), streams, strict=True):
+        made = SafeConsole(
+            file=stream, force_terminal=request.param, no_color=True, soft_wrap=True, highlight=False, emoji=False
+        )
+        for module in (console, hosts, progress):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, made)
+    return lambda: (streams[0].getvalue(), streams[1].getvalue())
+
+
+def harmless(text: str) -> None:
+    """Nothing but rich's own styles (bold, dim, reset) could reach the terminal, and nothing was lost."""
+    for style in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):
+        text = text.replace(style, "")
+    assert not set(text) & set("\x1b\x07\x9b\u202e\r"), repr(text)
+    assert SHOWN in text
+    assert not any(line.startswith("error: forged") for line in text.splitlines())
+
+
+def verdict(**changes: Any) -> Verdict:
+    values = {
+        "code": "SPIN",
+        "severity": "stall",
+        "confidence": "high",
+        "title": EVIL,
+        "rank": 1,
+        "phase": EVIL,
+        "evidence": [EVIL],
+        "ruled_out": ["lock: nobody waits", "disk full: no"],
+        "next_steps": [EVIL],
+    }
+    return Verdict(**{**values, **changes})
+
+
+def probe(*findings: Finding, **changes: Any) -> ProbeResult:
+    return ProbeResult("node", "id", "3.11.2", list(findings), **changes)
+
+
+EVIL_ANSWERS: dict[str, Callable[[], None]] = {
+    "event": lambda: hosts.show_event("h1", {"event": "step", "text": EVIL}),
+    "phase": lambda: hosts.show_event("h1", {"event": "phase", "server": EVIL, "phase": "init", "seconds": 1}),
+    "probe": lambda: hosts.show_probe("h1", probe(engine=EVIL, model=ModelFacts(EVIL, 1, 2, "f32", ""), gpus=[EVIL])),
+    "findings": lambda: hosts.show_findings(
+        {"h1": probe(Finding("k", "warning", EVIL, EVIL), Finding("o", "ok", EVIL))}
+    ),
+    "status": lambda: hosts.show_status(
+        "h1",
+        StatusResult(
+            "n",
+            [ServerState(EVIL, "starting", pid=4, phase=EVIL)],
+            [RunProgress(EVIL, EVIL, "failed", detail=EVIL)],
+            PatchState("ours", EVIL),
+        ),
+    ),
+    "not ready": lambda: hosts.show_deploy(
+        "h1",
+        DeployReport(
+            servers=[ServerReport("main", "died", EVIL, detail=EVIL, log_tail=[EVIL], log=EVIL, evidence_dir=EVIL)]
+        ),
+    ),
+    "ready": lambda: hosts.show_deploy("h1", DeployReport(patch=EVIL, servers=[ServerReport("main", "ready")])),
+    "diagnosis": lambda: hosts.show_diagnosis("h1", Diagnosis("main", [verdict(), verdict()], EVIL)),
+    "error": lambda: print_error(HostError(EVIL, "h1", EVIL, EVIL)),
+    "share": lambda: console.err.print(progress._share_line("h1", EVIL, RunProgress("r", "s", "running", detail=EVIL))),
+}
+
+
+@pytest.mark.parametrize("show", EVIL_ANSWERS.values(), ids=EVIL_ANSWERS.keys())
+def test_what_a_host_says_is_shown_harmlessly(show: Callable[[], None], captured: Capture) -> None:
+    show()
+    harmless("".join(captured()))
+
+
+def test_json_keeps_every_byte_and_one_line(captured: Capture) -> None:
+    print_json(HostResult("h1", "logs", "ok", None, {"line": EVIL, "long": "x" * 5000}))
+    out, err = captured()
+    assert out.count("\n") == 1
+    assert json.loads(out)["data"] == {"line": EVIL, "long": "x" * 5000}
+    assert err == ""
+
+
+@given(st.text())
+def test_visible_leaves_nothing_that_steers(text: str) -> None:
+    shown = visible(text)
+    assert all(char in "\n\t" or (char.isprintable() or not char.isascii()) for char in shown)
+    assert "\x9b" not in shown
+    assert visible(shown) == shown
+
+
+@given(st.text().map(lambda text: text + "."))  # rich doubles a backslash at the very end
+def test_quoted_text_is_no_markup_and_stays_on_its_line(text: str) -> None:
+    stream = io.StringIO()
+    plain = SafeConsole(file=stream, soft_wrap=True, highlight=False, emoji=False)
+    plain.print(f"[bold]a[/] {quoted(text)}|")
+    assert stream.getvalue() == f"a {visible(text.replace(chr(10), chr(92) + 'n'))}|\n".expandtabs(8)
+
+
+def test_findings_that_hosts_share_are_told_once(captured: Capture) -> None:
+    shared = Finding("tools", "warning", "py-spy is missing", "pip install py-spy")
+    own = Finding("port", "blocker", "port 8000 is taken", "stop it")
+    fleet = {f"gpu{n:02}": probe(shared) for n in range(1, 9)}
+    fleet["gpu03"] = probe(shared, own)
+    fleet["gpu04"] = probe(shared, own)
+    hosts.show_findings(fleet)
+    out, _ = captured()
+    assert out.count("py-spy is missing") == 1
+    assert "all 8 hosts: py-spy is missing" in out
+    assert "gpu[03-04]: port 8000 is taken" in out
+    assert out.index("port 8000") < out.index("py-spy"), "the worst first"
+    assert len(out.splitlines()) == 4
+
+
+def test_a_host_that_is_as_wanted_takes_one_line(captured: Capture) -> None:
+    report = DeployReport(patch="hidden-states@1", servers=[ServerReport("main", "ready", reused=True, lines=640)])
+    hosts.show_deploy("gpu01", report)
+    out, _ = captured()
+    assert len(out.splitlines()) == 1
+    assert "unchanged, patch hidden-states@1" in out
+
+
+def test_recap_names_hosts_that_are_not_well_and_is_silent_for_one(captured: Capture) -> None:
+    hosts.show_recap([HostResult("gpu01", "check", "ok")])
+    assert captured()[1] == ""
+    dead = [HostResult(f"gpu{n:02}", "check", "unreachable", UnreachableError("x")) for n in (2, 3)]
+    hosts.show_recap([HostResult("gpu01", "check", "ok"), *dead])
+    out, err = captured()
+    assert out == ""
+    assert "3 hosts: " in err
+    assert "2 unreachable" in err
+    assert "gpu[02-03]" in err
