@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,13 +73,22 @@ def serve(env: SglangEnv, engine: Path, tp: int, folder: Path) -> dict[str, Any]
             wait_for_rows(run / "journal-main-1f0c77aa-r0.jsonl", sum(map(len, prompts.values())))
             for pid in session_pids(server.pid):
                 os.kill(pid, signal.SIGKILL)
-        close_dead(run)
+        finish(run)
     (folder / "prompts.json").write_text(json.dumps(prompts))
     command = [str(env.python), str(HERE / "compare_hidden_states.py"), str(env.model), str(run)]
     done = subprocess.run([*command, str(folder / "prompts.json")], capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise AssertionError(done.stderr[-600:])
     return {**json.loads(done.stdout), "marks": marks, "inserted_lines": lines, "start_seconds": round(server.seconds)}
+
+
+def finish(run: Path) -> None:
+    """Close what the dead writer left. A killed process holds its locks until its last thread is gone."""
+    end = time.monotonic() + 30
+    while list(run.glob("*.part")):
+        assert time.monotonic() < end, "a shard cannot be closed"
+        close_dead(run)
+        time.sleep(0.2)
 
 
 def main() -> None:
