@@ -46,8 +46,10 @@ def blocked(key: str, failure: AgentFailure) -> Finding:
 
 
 # --------------------------------------------------------------------------- engine, patch, model
-def check_engine(interpreter: Interpreter, spec: Optional[PatchSpec], ctx: AgentContext) -> Checked:
-    """The server's interpreter, its sglang, and whether ``spec`` is applied or would apply."""
+def check_engine(
+    interpreter: Interpreter, models: Sequence[str], spec: Optional[PatchSpec], ctx: AgentContext
+) -> Checked:
+    """The server's interpreter, its sglang, and whether ``spec`` is applied, or would apply, for ``models``."""
     try:
         facts = engine.query(interpreter.python, env={**inherited_environment(), **interpreter.env})
     except AgentFailure as failure:
@@ -57,21 +59,22 @@ def check_engine(interpreter: Interpreter, spec: Optional[PatchSpec], ctx: Agent
         {"engine": facts.name, "engine_path": facts.package},
     )
     try:
-        found.facts["patch"] = state = patching.read_state(interpreter.python, spec, interpreter.env)
+        found.facts["patch"] = state = patching.read_state(interpreter.python, spec, interpreter.env, models=models)
         if spec is None:
             level = "warning" if state.state == "unknown" else "ok"
             found.findings.append(Finding("patch", level, f"patch state: {state.state} {state.patch}".strip()))
         elif state.state == "ours":
             found.findings.append(Finding("patch", "ok", f"patch {spec.name} {spec.version} is applied"))
         else:
-            found.findings.append(_would_apply(interpreter, spec, ctx))
+            found.findings.append(_would_apply(interpreter, models, spec, ctx))
     except AgentFailure as failure:
         found.findings.append(blocked("patch", failure))
     return found
 
 
-def _would_apply(interpreter: Interpreter, spec: PatchSpec, ctx: AgentContext) -> Finding:
-    plan = patching.patch(PatchArgs(interpreter.python, spec, dry_run=True, env=interpreter.env), ctx)
+def _would_apply(interpreter: Interpreter, models: Sequence[str], spec: PatchSpec, ctx: AgentContext) -> Finding:
+    args = PatchArgs(interpreter.python, spec, dry_run=True, env=interpreter.env, models=list(models))
+    plan = patching.patch(args, ctx)
     text = f"patch {spec.name} {spec.version} would apply"
     if plan.before.state == "other":
         text += f", replacing {plan.before.patch} {plan.before.version}"

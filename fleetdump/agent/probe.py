@@ -11,7 +11,7 @@ from fleetdump.agent import checks
 from fleetdump.agent.checks import Checked
 from fleetdump.agent.context import AgentContext, machine_id
 from fleetdump.agent.probes.bounded import Probes
-from fleetdump.agent.protocol import Finding, ProbeArgs, ProbeResult, interpreters
+from fleetdump.agent.protocol import Finding, ProbeArgs, ProbeResult, interpreters, models_of
 from fleetdump.agent.server import load_records, server_state
 
 
@@ -38,7 +38,10 @@ def probe(args: ProbeArgs, ctx: AgentContext) -> ProbeResult:
 def questions_for(args: ProbeArgs, ctx: AgentContext) -> List[Question]:
     """All checks that apply to ``args``, in the order in which people read them."""
     engines = interpreters(args.servers)
-    questions = [Question("engine", 60.0, partial(checks.check_engine, e, args.patch, ctx)) for e in engines]
+    questions = [
+        Question("engine", 60.0, partial(checks.check_engine, e, models_of(args.servers, e), args.patch, ctx))
+        for e in engines
+    ]
     for number, server in enumerate(args.servers):
         layers = args.layers if number == 0 else []
         questions.append(Question("model", 20.0, partial(checks.check_model, server, layers)))

@@ -177,6 +177,11 @@ def interpreters(servers: Sequence[ServerSpec]) -> List[Interpreter]:
     return found
 
 
+def models_of(servers: Sequence[ServerSpec], interpreter: Interpreter) -> List[str]:
+    """The models of those servers that ``interpreter`` runs, each once, in the servers' order."""
+    return list(dict.fromkeys(server.model_path for server in servers if server.interpreter == interpreter))
+
+
 @dataclass
 class CaptureSpec:
     """What the tap captures. ``layers`` are entry ids: id i is the residual stream that enters layer i (0-based);
@@ -202,8 +207,9 @@ class Insertion:
 
 @dataclass
 class Edit:
-    """One edit of one module of the engine. ``present``/``absent`` name locals that the method must (not) assign:
-    they tell the two shapes of the layer loop apart. ``verified`` lists releases that tests have run."""
+    """One edit of one module of the engine. ``present`` names locals that the method must have, or the module import,
+    ``absent`` locals that it must not: they tell the two shapes of the layer loop apart, and the inserted lines use
+    them. ``verified`` lists releases that tests have run."""
 
     module: str
     class_name: str
@@ -217,10 +223,24 @@ class Edit:
 
 
 @dataclass
+class ReleaseArg:
+    """A flag that servers with the patch get on the releases of a closed range (an empty bound is open)."""
+
+    flag: str
+    first_release: str = ""
+    last_release: str = ""
+    why: str = ""
+
+
+@dataclass
 class PatchSpec:
     """A patch as data: for each module the first edit that fits is applied; ``files`` (name to text) go beside the
     engine's package in site-packages. ``sha256`` identifies edits and files together. ``mark`` is a string that
-    every rank must log before the server counts as ready (empty: none)."""
+    every rank must log before the server counts as ready (empty: none).
+
+    ``architectures`` maps what a model's config.json may name to modules, of which the first that has an edit for the
+    engine's release is patched; ``refused`` maps it to the reason why the patch is wrong for such a model. Servers get
+    ``server_args`` on every release and ``release_args`` on theirs. ``agent/applicable.py`` makes the choice."""
 
     name: str
     version: str
@@ -230,6 +250,9 @@ class PatchSpec:
     mark: str = ""
     captures: bool = False
     server_args: List[str] = field(default_factory=list)
+    release_args: List[ReleaseArg] = field(default_factory=list)
+    architectures: Dict[str, List[str]] = field(default_factory=dict)
+    refused: Dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -345,6 +368,9 @@ class PatchArgs:
     dry_run: bool = False
     env: Dict[str, str] = field(default_factory=dict)
     """As in ``Interpreter``."""
+    models: List[str] = field(default_factory=list)
+    """Model directories of the servers that import this engine: only the modules that they run are patched. Empty,
+    or a model that has no directory here: every module of the patch."""
 
 
 @dataclass
@@ -398,6 +424,8 @@ class LaunchResult:
     reused: bool
     argv: List[str]
     log: str
+    added_args: List[str] = field(default_factory=list)
+    """What the patch added to the server's own arguments, for this release."""
 
 
 @dataclass

@@ -34,6 +34,7 @@ from fleetdump.agent.protocol import (
     WatchResult,
     from_json,
     interpreters,
+    models_of,
 )
 from fleetdump.diagnosis import Verdict, diagnose
 from fleetdump.errors import ExitCode, FleetdumpError, HostError
@@ -187,7 +188,8 @@ def _put_patch(host: Host, plan: DeployPlan, report: DeployReport, on_event: Eve
         return
     report.patch = f"{plan.patch.name}@{plan.patch.version}"
     for engine in interpreters(host.config.servers):
-        args = PatchArgs(python=engine.python, patch=plan.patch, env=engine.env)
+        models = models_of(host.config.servers, engine)
+        args = PatchArgs(python=engine.python, patch=plan.patch, env=engine.env, models=models)
         result = host.call(args, PatchResult, verb="patch", deadline=PATCH_DEADLINE)
         if result.changed:
             on_event({"event": "step", "step": "patch", "text": f"patched with {report.patch}: {engine.python}"})
@@ -221,6 +223,8 @@ def _launch(host: Host, plan: DeployPlan, server: ServerSpec, on_event: Event) -
     launched = host.call(args, LaunchResult, verb="launch", deadline=LAUNCH_DEADLINE)
     if not launched.reused:
         text = f"launched {server.name} (pid {launched.state.pid})"
+        if launched.added_args:
+            text += f" with {' '.join(launched.added_args)}, which the patch needs"
         on_event({"event": "step", "step": "launch", "server": server.name, "text": text})
     return launched
 
