@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.diagnosis import signatures
-from fleetdump.diagnosis.registry import SIGNATURES
+from fleetdump.diagnosis.registry import SIGNATURES, Step
 from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
 from fleetdump.diagnosis.view import View
 
@@ -18,9 +18,10 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     view = View(evidence)
     found = [(step, verdict) for step, check in SIGNATURES if (verdict := check(view))]
     found.sort(key=lambda item: (item[0], _CONFIDENCE[item[1].confidence]))
+    causes = any(step < Step.NOTES for step, _ in found)
     verdicts = [verdict for _, verdict in found]
-    if not any(verdict.code != "LOG_ELSEWHERE" for verdict in verdicts):
-        verdicts.append(_unknown(view))
+    if not causes:
+        verdicts.insert(0, _unknown(view))
     for verdict in verdicts:
         verdict.server = evidence.target.server
         verdict.ruled_out = _ruled_out(view)
@@ -59,7 +60,7 @@ def _ruled_out(view: View) -> list[str]:
         found.append("stopped or traced process: none")
     if not view.compilers:
         found.append("compilation: no compiler process uses CPU")
-    if not evidence.locks:
+    if not evidence.locks and not any(f.holder == 0 for f in evidence.lock_files):
         found.append("lock: nobody waits in /proc/locks")
     if view.schedulers and not view.progress:
         found.append("slow loading: no rank read or grew")

@@ -11,7 +11,7 @@ from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import from_json
 from fleetdump.diagnosis import MEDIUM, OK, STALL, WAIT, diagnose
 
-CASES = Path(__file__).parents[1] / "cases"
+CASES = Path(__file__).parent / "recorded"
 
 EXPECTED = {
     # file: (codes that may come first, severity, phase, rank)
