@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Dict, List
+from typing import Dict
 
 from fleetdump.agent import logmarks
 from fleetdump.agent.evidence_types import LogFacts, RankMarks
+from fleetdump.agent.probes.logtroubles import Troubles, split_lines
 from fleetdump.agent.scrub import scrub
 
 READ_LIMIT = 64 << 20
 """Of a longer log the beginning (marks of the start) and the end are read, half of this each."""
-PROXY = re.compile(
-    r"Response \[(?:403|407|50[234])\]|ProxyError|Tunnel connection failed|Proxy Authentication Required"
-)
-RANK_DIED = re.compile(r"Rank \d+ scheduler (?:died|is dead)")
 _TP = re.compile(r"TP(?P<rank>\d+)")
 
 
@@ -27,7 +24,8 @@ class LogReader:
         self._path = path
         self._parser = logmarks.LogParser(ranks=ranks)
         self._position = 0
-        self._troubles: Dict[str, str] = {}
+        self._troubles = Troubles()
+        self._rest = b""
         self._first = (0, 0, 0)
 
     def first(self) -> None:
@@ -44,7 +42,7 @@ class LogReader:
         marks, stat = self._parser.marks, os.stat(self._path)
         position, news, forwards = self._first
         troubles: Dict[str, str] = {name: scrub(line) for name, line in marks.troubles.items()}
-        troubles.update(self._troubles)
+        troubles.update(self._troubles.first)
         crash = marks.crashed if marks.crashed and marks.crashed.kind in ("exception", "warmup") else None
         return LogFacts(
             path=self._path,
@@ -58,13 +56,15 @@ class LogReader:
             phase=marks.phase,
             ready=marks.ready,
             server_marks=list(marks.server_markers),
-            ranks=[_rank_marks(rank) for _, rank in sorted(marks.ranks.items())],
+            ranks=[self._rank_marks(rank) for _, rank in sorted(marks.ranks.items())],
             crash=scrub(crash.reason) if crash else "",
             crash_label=crash.rank if crash else "",
             troubles=troubles,
             repeated=marks.repeated,
             repeated_line=scrub(marks.repeated_line),
             running_requests=marks.running_requests,
+            zero_statistics=self._troubles.zero_statistics,
+            waits_for_lock=self._troubles.waits_for_lock(),
             tail=[scrub(line) for line in marks.tail],
             unterminated=not self._ends_with_newline(),
         )
@@ -86,10 +86,17 @@ class LogReader:
 
     def _feed(self, data: bytes) -> None:
         self._parser.feed(data)
-        for trouble, pattern in (("proxy_refused", PROXY), ("rank_died", RANK_DIED)):
-            line = next((line for line in _lines(data) if pattern.search(line)), "")
-            if line and trouble not in self._troubles:
-                self._troubles[trouble] = scrub(line.strip()[:500])
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in split_lines(b"\n".join(whole)):
+            self._troubles.feed(line)
+        self._rest = self._rest[-READ_LIMIT // 64 :]
+
+    def _rank_marks(self, marks: logmarks.RankMarks) -> RankMarks:
+        match = _TP.search(marks.rank)
+        rank = int(match["rank"]) if match else 0
+        facts = RankMarks(marks.rank, rank, marks.phase, list(marks.markers)[-40:], scrub(marks.last_line))
+        facts.nccl, facts.interface = self._troubles.nccl.get(rank, ""), self._troubles.interfaces.get(rank, "")
+        return facts
 
     def _ends_with_newline(self) -> bool:
         try:
@@ -98,13 +105,3 @@ class LogReader:
                 return file.read(1) in (b"", b"\n")
         except OSError:
             return True
-
-
-def _lines(data: bytes) -> List[str]:
-    return data.decode("utf-8", "replace").splitlines()
-
-
-def _rank_marks(marks: logmarks.RankMarks) -> RankMarks:
-    match = _TP.search(marks.rank)
-    rank = int(match["rank"]) if match else 0
-    return RankMarks(marks.rank, rank, marks.phase, list(marks.markers)[-40:], scrub(marks.last_line))
