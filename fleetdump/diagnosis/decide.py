@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.diagnosis import signatures
+from fleetdump.diagnosis.references import REFERENCES
 from fleetdump.diagnosis.registry import SIGNATURES, Step
 from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
 from fleetdump.diagnosis.view import View
@@ -25,6 +26,7 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     for verdict in verdicts:
         verdict.server = evidence.target.server
         verdict.ruled_out = _ruled_out(view)
+        verdict.references = list(REFERENCES.get(verdict.code, ()))
         verdict.evidence = [*verdict.evidence, *_blind(view)]
     return verdicts
 
