@@ -38,12 +38,12 @@ class _Mask:
     def __init__(self, hostname: str, texts: list[str]) -> None:
         users = sorted({name for text in texts for name in _HOME.findall(text)} - SYSTEM_USERS)
         self._words = {user: f"user-{number}" for number, user in enumerate(users, 1)}
-        short = hostname.partition(".")[0]
+        short, _, domain = hostname.partition(".")
         if short and short != "localhost":
             self._words[short] = HOST
         names = sorted(map(re.escape, self._words), key=len, reverse=True)
-        domain = r"(?:\.[\w-]+)*" if "." in hostname else ""
-        self._pattern = re.compile(rf"(?<![\w-])({'|'.join(names)}){domain}(?![\w-])") if names else None
+        rest = rf"(?:\.{re.escape(domain)})?" if domain else ""
+        self._pattern = re.compile(rf"(?<![\w-])({'|'.join(names)}){rest}(?![\w-])") if names else None
         self._addresses: dict[str, str] = {}
 
     def __call__(self, text: str) -> str:

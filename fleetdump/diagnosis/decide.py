@@ -33,18 +33,35 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
 
 def _unknown(view: View) -> Verdict:
     evidence = view.evidence
-    facts = [f"{p.label or p.role}: state {p.state}, {p.cpu:.0%} CPU" for p in view.members]
-    facts += view.progress or [f"nothing moved in two samples {evidence.seconds:.0f} s apart"]
-    facts.append(f"port {evidence.target.port} is {'open' if evidence.port.open else 'closed'}")
-    facts += [f"GET {h.path}: {h.status or h.error}" for h in evidence.http]
+    http = ", ".join(f"GET {h.path}: {h.status or h.error}" for h in evidence.http)
+    port = f"port {evidence.target.port} is {'open' if evidence.port.open else 'closed'}"
+    facts = [
+        *(view.progress[:1] or [f"nothing moved in two samples {evidence.seconds:.0f} s apart"]),
+        f"{port}; {http}" if http else port,
+        ", ".join(f"{p.label or p.role}: state {p.state}, {p.cpu:.0%} CPU" for p in view.members) or "no process seen",
+    ]
     return Verdict(
         "UNKNOWN",
         f"no known signature fits (phase {view.phase})",
         LOW,
         phase=view.phase,
         evidence=facts,
-        next_steps=["take the evidence again with --deep, and read the bundle on the host"],
+        next_steps=[_deciding_probe(view)],
     )
+
+
+def _deciding_probe(view: View) -> str:
+    """What to look at next: the probe that is missing and would tell the remaining causes apart."""
+    evidence = view.evidence
+    if not view.members:
+        return "look as root, or from the host outside the container: no process of the server can be read"
+    if not evidence.deep:
+        return "take the evidence again with --deep: the stacks of all ranks decide"
+    if not evidence.stacks:
+        return "install py-spy beside the server's interpreter (or allow ptrace) and diagnose again"
+    if view.gpus_wait and not evidence.ras.status:
+        return "ask NCCL RAS (port 28028) while it hangs: counts tell parted ranks from a kernel without end"
+    return "take the evidence a second time a minute later and compare the stacks of all ranks"
 
 
 def _ruled_out(view: View) -> list[str]:

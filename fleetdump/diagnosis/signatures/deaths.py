@@ -10,6 +10,7 @@ from fleetdump.diagnosis.signatures.network import port_race
 from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
 from fleetdump.diagnosis.view import View
 
+SIGKILL = 9
 _KILLED = re.compile(r"Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)")
 
 _COMPILER = re.compile(r"(?:nvcc|cicc|ptxas|cudafe|ninja|cc1|clang)")
@@ -37,7 +38,7 @@ def out_of_memory(view: View) -> Verdict | None:
         "OOM_KILLED",
         "the kernel's out-of-memory killer ended a process of this server"
         + (" while it compiled kernels" if compilers or view.compilers else ""),
-        HIGH if ours else MEDIUM,
+        HIGH if ours or (memory.oom_kills and any(p.exit_signal == SIGKILL for p in view.zombies)) else MEDIUM,
         phase=view.phase,
         rank=rank,
         evidence=facts,
