@@ -291,7 +291,8 @@ class _Collector:
                 for p in chosen
             ]
             found.stacks = [stack for stack in map(probes.result, dumps) if stack.pid]
-            self._native(found, [p for p in chosen if process.is_wanted_native(p)], py_spy, names)
+            if not (made_progress(found) or is_healthy(found)):  # it stops a rank for a second or more
+                self._native(found, [p for p in chosen if process.is_wanted_native(p)], py_spy, names)
             found.stack_groups = stacks.group(found.stacks)
         self._trace(found, chosen, names)
 

@@ -172,7 +172,7 @@ def test_a_server_without_parent_is_an_orphan(monkeypatch: pytest.MonkeyPatch) -
         ("No available shared memory broadcast block found in 60 seconds", "ring_full"),
         ("[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8)", "nccl_watchdog"),
         ("Health check failed. No response from detokenizer for 20 s", "detokenizer_silent"),
-        ("[W] Unable to resolve hostname to a (local) address. Using the loopback address as fallback.", "loopback_fallback"),
+        ("[W] Unable to resolve hostname to a local address. Using the loopback address.", "loopback_fallback"),
         ("[Errno 99] error while attempting to bind on address ('198.51.100.7', 8000)", "cannot_bind"),
         ("Fatal Python error: Bus error", "bus_error"),
         ("Rank 1 scheduler died during initialization (exit code: -9).", "rank_died"),
@@ -221,7 +221,8 @@ def test_a_lock_that_is_waited_for_again_and_again() -> None:
 def test_nccl_s_own_lines_belong_to_ranks(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
-        "[2026-01-01 00:00:00 TP0] Init torch distributed begin.\n[2026-01-01 00:00:00 TP1] Init torch distributed begin.\n"
+        "[2026-01-01 00:00:00 TP0] Init torch distributed begin.\n"
+        "[2026-01-01 00:00:00 TP1] Init torch distributed begin.\n"
         "node1:858:858 [0] NCCL INFO Bootstrap: Using br0:172.17.0.1<0>\n"
         "node1:858:900 [0] NCCL INFO ncclCommInitRank comm 0x1 rank 0 nranks 2 - Init COMPLETE\n"
         "node1:859:859 [1] NCCL INFO NCCL version 2.28.9+cuda13.0\n"
