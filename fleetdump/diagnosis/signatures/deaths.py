@@ -186,4 +186,4 @@ def _gone_facts(view: View) -> list[str]:
 
 
 def _signalled(view: View) -> list[ProcessFacts]:
-    return [p for p in view.zombies if p.exit_signal]
+    return [p for p in view.evidence.processes if p.state in "ZX" and p.exit_signal]
