@@ -69,7 +69,7 @@ def _settle(pid: int, ranks: int, wchan: str) -> None:
     for _ in range(400):
         asleep = wchan in (procfs.read_text(f"/proc/{pid}/wchan", 99) or "")
         if asleep and sum(sample.role == "scheduler" for sample in procfs.tree(pid)) == ranks:
-            time.sleep(0.2)
+            time.sleep(0.8)  # the ranks come to where they hang
             return
         time.sleep(0.02)
     raise AssertionError("the program did not settle")
