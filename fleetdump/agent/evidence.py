@@ -57,7 +57,7 @@ def collect(
     Returns the JSON of ``Evidence`` and the folder of its bundle, ``diagnoses/<time>-<name>/``. Takes about
     ``seconds`` + 10 s at most, even when probes hang.
     """
-    collector = _Collector(target, max(0.5, seconds), watch_facts, ctx.state)
+    collector = Collector(target, max(0.5, seconds), watch_facts, ctx.state)
     found = collector.stage_one()
     if deep or is_starved(found) or not (made_progress(found) or is_healthy(found)):
         collector.stage_two(found)
@@ -170,7 +170,9 @@ def target_of_pid(pid: int, port: int = 0) -> Target:
 
 
 # --------------------------------------------------------------------------- collecting
-class _Collector:
+class Collector:
+    """Takes the evidence of one server: first ``stage_one``, then, where it is wanted, ``stage_two``."""
+
     def __init__(self, target: Target, seconds: float, watch: Optional[WatchFacts], state: State) -> None:
         self._target = target
         self._seconds = seconds

@@ -287,6 +287,20 @@ def test_writer_whose_reader_is_stopped() -> None:
             one.wait()
 
 
+@pytest.mark.parametrize(
+    ("cmdline", "role", "tp"),
+    [
+        (["VLLM::EngineCore"], "engine", None),
+        (["VLLM::Worker_TP3"], "scheduler", 3),
+        (["/opt/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"], "launcher", None),
+        (["/opt/venv/bin/python", "/opt/venv/bin/vllm", "serve", "m"], "launcher", None),
+    ],
+)
+def test_roles_of_vllm(cmdline: list[str], role: str, tp: int | None) -> None:
+    rank = procfs.rank_of(cmdline)
+    assert (procfs.role_of(cmdline), rank.tp if rank else None) == (role, tp)
+
+
 def test_signal_that_ended_a_zombie() -> None:
     child = python("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
     while procfs.read_stat(child.pid).state != "Z":  # type: ignore[union-attr]
