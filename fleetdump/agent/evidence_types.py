@@ -187,6 +187,8 @@ class LogFacts:
     tail: List[str] = field(default_factory=list)
     unterminated: bool = False
     """The last line has no newline yet."""
+    news_seconds: float = 0.0
+    """Seconds since the log last said anything new, by its own stamps; 0 when it does not tell."""
     waits_for_lock: str = ""
     """The lock file that the last lines name again and again; empty when they do not."""
 

@@ -22,6 +22,8 @@ SPIN_CPU = 0.85
 BLOCKED_CPU = 0.05
 FEW_SWITCHES = 20.0
 """Voluntary switches a second of a main thread: a spin has none, a blocked one a few; an idle scheduler thousands."""
+SILENCE_OF = {"init": 120.0}
+"""Where more is usual: a communicator of 8 GPUs was seen to take 62 s."""
 STARVED_LINES = 2
 USUAL_LINE = 100
 """Bytes of a log line, where the repeated one is not known."""
@@ -296,10 +298,13 @@ class View:
         if watch and watch.patience:
             return watch.idle_seconds, watch.patience
         quiet = log.quiet_seconds if log.exists and log.bytes else self.evidence.uptime
-        if log.growth and log.repeated and not log.news:
-            lines = max(1.0, log.growth / (len(log.repeated_line) or USUAL_LINE))
+        if log.news_seconds:
+            quiet = max(quiet, log.news_seconds)
+        elif log.growth and log.repeated and not log.news:
+            lines = max(1.0, log.growth / max(len(log.repeated_line), USUAL_LINE))
             quiet = max(quiet, min(self.evidence.uptime, log.repeated * self.evidence.seconds / lines))
-        given = getattr(watch.patiences, self.phase) if watch and watch.patiences else SILENCE
+        usual = SILENCE_OF.get(self.phase, SILENCE)
+        given = getattr(watch.patiences, self.phase) if watch and watch.patiences else usual
         return quiet, given
 
     @property

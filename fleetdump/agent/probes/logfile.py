@@ -14,6 +14,7 @@ from fleetdump.agent.scrub import scrub
 
 READ_LIMIT = 64 << 20
 """Of a longer log the beginning (marks of the start) and the end are read, half of this each."""
+_STAMP = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 _TP = re.compile(r"TP(?P<rank>\d+)")
 
 
@@ -26,6 +27,7 @@ class LogReader:
         self._position = 0
         self._troubles = Troubles()
         self._rest = b""
+        self._stamp = self._news_stamp = ""
         self._first = (0, 0, 0)
 
     def first(self) -> None:
@@ -43,6 +45,7 @@ class LogReader:
         position, news, forwards = self._first
         troubles: Dict[str, str] = {name: scrub(line) for name, line in marks.troubles.items()}
         troubles.update(self._troubles.first)
+        quiet = round(max(0.0, time.time() - stat.st_mtime), 1)
         crash = marks.crashed if marks.crashed and marks.crashed.kind in ("exception", "warmup") else None
         return LogFacts(
             path=self._path,
@@ -52,7 +55,8 @@ class LogReader:
             growth=self._position - position,
             news=marks.news - news,
             forwards=marks.forwards - forwards,
-            quiet_seconds=round(max(0.0, time.time() - stat.st_mtime), 1),
+            quiet_seconds=quiet,
+            news_seconds=self._news_seconds(quiet),
             phase=marks.phase,
             ready=marks.ready,
             server_marks=list(marks.server_markers),
@@ -85,11 +89,26 @@ class LogReader:
         self._position += len(data)
 
     def _feed(self, data: bytes) -> None:
-        self._parser.feed(data)
         *whole, self._rest = (self._rest + data).split(b"\n")
+        self._by_line(data)
         for line in split_lines(b"\n".join(whole)):
             self._troubles.feed(line)
         self._rest = self._rest[-READ_LIMIT // 64 :]
+
+    def _by_line(self, data: bytes) -> None:
+        """Feed line by line and note when the log last said anything new, by its own stamps."""
+        for line in data.splitlines(keepends=True):
+            stamp = _STAMP.search(line)
+            self._stamp = stamp[1].decode() if stamp else self._stamp
+            news = self._parser.marks.news
+            self._parser.feed(line)
+            if self._parser.marks.news != news:
+                self._news_stamp = self._stamp
+
+    def _news_seconds(self, quiet: float) -> float:
+        if not self._news_stamp or not self._parser.marks.repeated:
+            return 0.0
+        return round(max(0.0, _seconds(self._stamp) - _seconds(self._news_stamp)) + quiet, 1)
 
     def _rank_marks(self, marks: logmarks.RankMarks) -> RankMarks:
         match = _TP.search(marks.rank)
@@ -105,3 +124,7 @@ class LogReader:
                 return file.read(1) in (b"", b"\n")
         except OSError:
             return True
+
+
+def _seconds(stamp: str) -> float:
+    return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S"))

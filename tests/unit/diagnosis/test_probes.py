@@ -236,6 +236,19 @@ def test_nccl_s_own_lines_belong_to_ranks(tmp_path: Path) -> None:
     ]
 
 
+def test_repetition_does_not_make_a_log_young(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("[2026-01-01 00:00:00] Load weight begin. avail mem=9 GB\n")
+    with log.open("a") as file:
+        for n in range(12):
+            file.write(f"[2026-01-01 00:0{n // 6}:{n % 6}5] still waiting ({n} s)\n")
+    reader = LogReader(str(log), 1)
+    reader.first()
+    facts = reader.second()
+    assert facts.quiet_seconds < 10
+    assert 110 <= facts.news_seconds < 125
+
+
 # --------------------------------------------------------------------------- processes
 def looked_at(pid: int) -> ProcessFacts:
     first = process.snapshot(pid, 0, 0.0)
