@@ -168,7 +168,7 @@ def one_rank_has_launched_one_more() -> Evidence:
 )  # fmt: skip
 def workspace_set_up_is_tried_again_and_again() -> Evidence:
     e = b.server(8)
-    e.log.growth, e.log.quiet_seconds, e.log.repeated = 900, 12.0, 20
+    e.log.growth, e.log.quiet_seconds, e.log.repeated, e.log.news_seconds = 900, 12.0, 20, 600.0
     e.log.repeated_line = "initialising the all-reduce workspace, attempt 20"
     return e
 
