@@ -11,7 +11,7 @@ STAMP := .venv/fleetdump-installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input $(FLEETDUMP_PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help system-packages setup demo test test-nightly lint bench clean-build
+.PHONY: help system-packages setup demo test test-cases test-nightly lint bench clean-build
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ demo: setup ## the whole journey with a real SGLang on the CPU (TP=2 for two ran
 
 test: setup ## all tests but the nightly ones, with coverage
 	@COVERAGE_MIN=85 .ci/test -m "not nightly" $(PYTEST_ARGS)
+
+test-cases: $(STAMP) ## the diagnosis on every known case of a hang
+	@$(BIN)/pytest tests/cases -q -p no:cacheprovider | $(BIN)/python -m tests.cases.summary
 
 test-nightly: setup ## the tests that repeat or take long
 	@.ci/test -m nightly $(PYTEST_ARGS)

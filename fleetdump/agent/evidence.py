@@ -17,14 +17,17 @@ from fleetdump.agent.evidence_report import write_bundle
 from fleetdump.agent.evidence_types import (
     DiskFacts,
     Evidence,
+    FlightRecord,
+    HostFacts,
     PortFacts,
     ProcessFacts,
+    RasFacts,
     Stack,
     Target,
     Trace,
     WatchFacts,
 )
-from fleetdump.agent.probes import gpu, host, net, process, stacks, strace
+from fleetdump.agent.probes import flight, gpu, host, net, process, ras, reach, stacks, strace
 from fleetdump.agent.probes.bounded import Pending, Probes
 from fleetdump.agent.probes.logfile import LogReader
 from fleetdump.agent.progress import Rates
@@ -54,9 +57,9 @@ def collect(
     Returns the JSON of ``Evidence`` and the folder of its bundle, ``diagnoses/<time>-<name>/``. Takes about
     ``seconds`` + 10 s at most, even when probes hang.
     """
-    collector = _Collector(target, max(0.5, seconds), watch_facts, ctx.state)
+    collector = Collector(target, max(0.5, seconds), watch_facts, ctx.state)
     found = collector.stage_one()
-    if deep or not (made_progress(found) or is_healthy(found)):
+    if deep or is_starved(found) or not (made_progress(found) or is_healthy(found)):
         collector.stage_two(found)
     folder = write_bundle(found, ctx.state)
     return to_json(found), str(folder)
@@ -79,6 +82,11 @@ def made_progress(found: Evidence) -> bool:
 def is_healthy(found: Evidence) -> bool:
     """Whether ``/health`` generated a token: an idle server makes no progress and needs no tracing."""
     return any(answer.path == "/health" and answer.status == 200 for answer in found.http)
+
+
+def is_starved(found: Evidence) -> bool:
+    """Whether the engine's own statistics say that requests get no tokens, whatever ``/health`` says."""
+    return found.log.zero_statistics > 1
 
 
 # --------------------------------------------------------------------------- which server
@@ -155,12 +163,16 @@ def target_of_pid(pid: int, port: int = 0) -> Target:
         host=option_value(sample.cmdline, ("--host",), "127.0.0.1"),
         log=stdout if stdout.startswith("/") and stdout != "/dev/null" else "",
         ranks=int(option_value(sample.cmdline, TENSOR_PARALLEL, "1")),
+        nodes=int(option_value(sample.cmdline, ("--nnodes",), "1")),
+        node_rank=int(option_value(sample.cmdline, ("--node-rank",), "0")),
         python=os.path.join(procfs.read_link(f"{procfs.PROC}/{sample.pid}/cwd") or "", (sample.cmdline or [""])[0]),
     )
 
 
 # --------------------------------------------------------------------------- collecting
-class _Collector:
+class Collector:
+    """Takes the evidence of one server: first ``stage_one``, then, where it is wanted, ``stage_two``."""
+
     def __init__(self, target: Target, seconds: float, watch: Optional[WatchFacts], state: State) -> None:
         self._target = target
         self._seconds = seconds
@@ -211,13 +223,21 @@ class _Collector:
         living = [pid for pid in pids if procfs.is_alive(pid)]
         anyone = target.pid if target.pid in living else next(iter(living), os.getpid())
         places = {"log": os.path.dirname(target.log) or "/", "tmp": "/tmp", "shm": "/dev/shm", "home": _home()}  # noqa: S108
+        model = _model_folder(target.pid)
+        places.update({"model": model} if model else {})
         places.update({f"capture {n}": path for n, path in enumerate(target.watched_paths)})
         pending: Dict[str, Pending[Any]] = {
             "dmesg": start("dmesg", host.kernel_log, [], 4.0),
             "memory": start("memory", lambda: host.memory(anyone), None, 3.0),
-            "gpus": start("nvidia-smi", gpu.gpus, [], 9.0),
+            "gpus": start("nvidia-smi", lambda: gpu.inspect(living), [], 9.0),
+            "links": start("nvidia-smi topology", gpu.links, [], 9.0),
+            "host": start("host", lambda: reach.host_facts(anyone), None, 6.0),
+            "ras": start("nccl ras", lambda: ras.ras(living), None, ras.LIMIT + 1.0),
             "locks": start("locks", lambda: host.locks(set(living)), [], 3.0),
-            "lock files": start("lock files", lambda: host.lock_files(_home(), living), [], 3.0),
+            "lock files": start(
+                "lock files", lambda: host.lock_files(_home(), living, host.environment(anyone)), [], 3.0
+            ),
+            "flight": start("flight recorder", lambda: self._flight(anyone), [], 3.0),
             "environment": start("environment", lambda: host.environment(anyone), {}, 3.0),
         }
         if target.server and self._watch and self._watch.healthy is None:
@@ -231,6 +251,9 @@ class _Collector:
         record = load_record(self._state, self._target.server)
         return healthy.profile(self._state, healthy.kind_of(record, HEALTHY_LIMIT)[1]) if record else None
 
+    def _flight(self, pid: int) -> List[FlightRecord]:
+        return flight.flight(host.environment(pid), time.time() - _uptime(self._target.pid))
+
     def _port(self, pids: List[int]) -> Tuple[PortFacts, List[Any]]:
         facts = net.port_facts(self._target, pids)
         answers = net.http_answers(self._target, pids) if facts.open and facts.ours else []
@@ -242,6 +265,10 @@ class _Collector:
         found.memory = taken["memory"] or found.memory
         found.memory.oom_lines = host.oom_lines(found.kernel_log, self._target.start_time)
         found.gpus = taken["gpus"]
+        found.host = taken["host"] or HostFacts()
+        found.host.gpu_links = taken["links"]
+        found.ras = taken["ras"] or RasFacts()
+        found.flight = taken["flight"]
         found.locks = taken["locks"]
         found.lock_files = taken["lock files"]
         found.disks = [taken[name] for name in slow if name.startswith("disk ") and taken[name]]
@@ -266,11 +293,32 @@ class _Collector:
                 for p in chosen
             ]
             found.stacks = [stack for stack in map(probes.result, dumps) if stack.pid]
+            if not (made_progress(found) or is_healthy(found)):  # it stops a rank for a second or more
+                self._native(found, [p for p in chosen if process.is_wanted_native(p)], py_spy, names)
             found.stack_groups = stacks.group(found.stacks)
+        self._trace(found, chosen, names)
+
+    def _native(self, found: Evidence, ranks: List[ProcessFacts], py_spy: str, names: Dict[int, str]) -> None:
+        """C and C++ frames of ranks that burn a core: whether they wait for a GPU, and in what."""
+        none: List[str] = []
+        pending = {
+            p.pid: self._probes.start(f"py-spy --native {names[p.pid]}", _native_probe(p, py_spy), none, 8.0)
+            for p in ranks
+        }
+        native = {pid: self._probes.result(one) for pid, one in pending.items()}
+        for stack in found.stacks:
+            stack.native = native.get(stack.pid, [])
+
+    def _trace(self, found: Evidence, chosen: List[ProcessFacts], names: Dict[int, str]) -> None:
+        probes = self._probes
         traces = [
             probes.start(f"strace {names[p.pid]}", _trace_probe(p, names), Trace(0, "", 0.0), 6.0) for p in chosen
         ]
         found.traces = [trace for trace in map(probes.result, traces) if trace.pid]
+
+
+def _native_probe(target: ProcessFacts, py_spy: str) -> Callable[[], List[str]]:
+    return lambda: stacks.native_frames(target, py_spy)
 
 
 def _disk_probe(use: str, path: str) -> Callable[[], DiskFacts]:
@@ -287,6 +335,12 @@ def _trace_probe(target: ProcessFacts, names: Dict[int, str]) -> Callable[[], Tr
 
 def _home() -> str:
     return str(Path.home())
+
+
+def _model_folder(pid: int) -> str:
+    """The model's folder, as the launcher was told; empty for a name of a hub."""
+    path = option_value(procfs.read_cmdline(pid, "S"), ("--model-path", "--model"), "")
+    return path if path.startswith("/") else ""
 
 
 def _uptime(pid: int) -> float:

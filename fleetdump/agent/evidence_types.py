@@ -30,6 +30,9 @@ class Target:
     host: str = "127.0.0.1"
     log: str = ""
     ranks: int = 1
+    """Tensor-parallel ranks of the whole server, over all of its nodes."""
+    nodes: int = 1
+    node_rank: int = 0
     python: str = ""
     """The server's interpreter; py-spy is looked for beside it."""
     watched_paths: List[str] = field(default_factory=list)
@@ -74,6 +77,10 @@ class PipeEnd:
     mode: str
     """"r" or "w": what this process may do with it."""
     peers: List[int] = field(default_factory=list)
+    own_writer: bool = False
+    """The reader itself holds the only writing end that is left: end of file can never come."""
+    peer_states: str = ""
+    """States of the processes at the other end, one letter each ("T" for a reader that is stopped)."""
 
 
 @dataclass
@@ -120,6 +127,10 @@ class ProcessFacts:
     """Descriptors that its main thread waits for in poll, where they can be read."""
     kernel_stack: List[str] = field(default_factory=list)
     tracer_pid: int = 0
+    exit_signal: int = 0
+    """Of a zombie: the signal that ended it, 0 when it ended by itself or that cannot be read."""
+    kill_pending: bool = False
+    """SIGKILL was sent and has not ended it."""
     fd_count: int = 0
     fd_limit: int = 0
     stdout: str = ""
@@ -139,6 +150,10 @@ class RankMarks:
     phase: str
     marks: List[str] = field(default_factory=list)
     last_line: str = ""
+    nccl: str = ""
+    """How far NCCL's own lines say that this rank got: bootstrap, init begin or init end; empty without such lines."""
+    interface: str = ""
+    """The network interface and address that NCCL or gloo chose, as logged ("br0:172.18.0.1")."""
 
 
 @dataclass
@@ -167,9 +182,15 @@ class LogFacts:
     repeated: int = 0
     repeated_line: str = ""
     running_requests: int = 0
+    zero_statistics: int = 0
+    """Statistics lines at the log's end that say 0 tokens a second while requests run or wait."""
     tail: List[str] = field(default_factory=list)
     unterminated: bool = False
     """The last line has no newline yet."""
+    news_seconds: float = 0.0
+    """Seconds since the log last said anything new, by its own stamps; 0 when it does not tell."""
+    waits_for_lock: str = ""
+    """The lock file that the last lines name again and again; empty when they do not."""
 
 
 @dataclass
@@ -214,15 +235,19 @@ class LockFacts:
     holder: int
     waiter: int
     path: str = ""
+    fstype: str = ""
 
 
 @dataclass
 class LockFile:
-    """A lock file of a compile cache. ``holder`` is a living pid that has it open, 0 for none."""
+    """A lock file of a compile cache (``use`` "compile") or of a model hub's download folder ("hub"). ``holder`` is a
+    living pid that has it open, 0 for none; ``age_seconds`` is since its last write."""
 
     path: str
     age_seconds: float
     holder: int = 0
+    use: str = "compile"
+    fstype: str = ""
 
 
 @dataclass
@@ -238,14 +263,91 @@ class MemoryFacts:
 
 
 @dataclass
+class GpuProcess:
+    """A process with memory (MiB) on a GPU. ``role`` and ``label`` as in ``ProcessFacts``; ``ours`` when it belongs to
+    this server; ``orphan`` when it is a server's process whose parent is gone."""
+
+    pid: int
+    memory: int
+    name: str = ""
+    ours: bool = False
+    orphan: bool = False
+
+
+@dataclass
 class GpuFacts:
-    """One line of nvidia-smi; utilisation in percent, power in watts, memory in MiB."""
+    """What nvidia-smi says of one GPU; utilisation in percent, power in watts, memory in MiB."""
 
     index: int
     utilization: int
     memory_used: int
     power: float = 0.0
     power_limit: float = 0.0
+    memory_total: int = 0
+    name: str = ""
+    fabric: str = ""
+    """State of the NVSwitch fabric ("Completed", "In Progress"); empty where there is none."""
+    processes: List[GpuProcess] = field(default_factory=list)
+    processes_known: bool = False
+    """``processes`` was read; without it an empty list says nothing."""
+
+
+@dataclass
+class HostFacts:
+    """The host's network names and links between its GPUs. ``addresses``: interface to its addresses;
+    ``name_resolves_to``: what the host's own name resolves to."""
+
+    addresses: Dict[str, List[str]] = field(default_factory=dict)
+    name_resolves_to: List[str] = field(default_factory=list)
+    gpu_links: List[str] = field(default_factory=list)
+    """Kinds of link between GPUs in nvidia-smi's topology: NV18, PIX, PXB, PHB, NODE, SYS …"""
+    acs_redirects: int = 0
+    """PCIe bridges whose access control (ACSCtl ReqRedir+) sends peer traffic through the root complex."""
+    cgroup: str = ""
+    """The launcher's cgroup path."""
+    fabric_manager: str = ""
+    """State of the fabric manager's unit as systemd says (active, inactive, failed); empty when there is none."""
+
+
+@dataclass
+class RankCount:
+    """How many operations of one kind a rank has launched (NCCL RAS); 0: none."""
+
+    rank: int
+    count: int
+    pid: int = 0
+
+
+@dataclass
+class OperationCounts:
+    """Counts of one operation ("AllReduce") that differ between the ranks of one communicator."""
+
+    operation: str
+    communicator: str
+    ranks: List[RankCount] = field(default_factory=list)
+
+
+@dataclass
+class RasFacts:
+    """What NCCL's own monitor (RAS, port 28028) says. ``status``: the worst of OK, MISMATCH, INCOMPLETE, ERROR over
+    all communicators; empty when it did not answer. Texts are never kept: a missing peer fills them with garbage."""
+
+    status: str = ""
+    communicators: int = 0
+    mismatches: List[OperationCounts] = field(default_factory=list)
+    silent_pids: List[int] = field(default_factory=list)
+    """Processes that did not answer their peers."""
+
+
+@dataclass
+class FlightRecord:
+    """The last collective of one rank in PyTorch's flight recorder. ``sizes`` are the input's shape."""
+
+    rank: int
+    sequence: int
+    operation: str
+    state: str = ""
+    sizes: List[int] = field(default_factory=list)
 
 
 @dataclass
@@ -278,6 +380,10 @@ class Stack:
     label: str
     state: str
     frames: List[str] = field(default_factory=list)
+    native: List[str] = field(default_factory=list)
+    """The same with the C and C++ frames, where they could be taken."""
+    active: Dict[str, List[str]] = field(default_factory=dict)
+    """Other threads that run code now, by name."""
 
 
 @dataclass
@@ -323,6 +429,9 @@ class Evidence:
     proxy: Dict[str, str] = field(default_factory=dict)
     """Proxy variables of the launcher: host:port without credentials; ``no_proxy`` as it is."""
     gpus: List[GpuFacts] = field(default_factory=list)
+    host: HostFacts = field(default_factory=HostFacts)
+    ras: RasFacts = field(default_factory=RasFacts)
+    flight: List[FlightRecord] = field(default_factory=list)
     traces: List[Trace] = field(default_factory=list)
     stacks: List[Stack] = field(default_factory=list)
     stack_groups: List[StackGroup] = field(default_factory=list)

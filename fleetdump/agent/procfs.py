@@ -22,7 +22,7 @@ COMPILERS = frozenset(
     | {"cc", "cc1", "cc1plus", "gcc", "g++", "c++", "clang", "clang++"}
 )
 
-_SCHEDULER = re.compile(r"sglang::scheduler(?P<suffix>(?:_[A-Z_]*?\d+)*)")
+_SCHEDULER = re.compile(r"(?:sglang::scheduler|VLLM::Worker)(?P<suffix>(?:_[A-Z_]*?\d+)*)")
 _TITLE_PART = re.compile(r"_(?P<name>DP|PP|ATTN_CP|MOE_DP|TP|EP)(?P<value>\d+)")
 _STAT = re.compile(r"(?P<pid>\d+) \((?P<comm>.*)\) (?P<rest>[A-Za-z] .*)", re.DOTALL)
 
@@ -154,8 +154,11 @@ def rank_of(cmdline: List[str]) -> Optional[Rank]:
 
 def role_of(cmdline: List[str], comm: str = "") -> str:
     """launcher, scheduler, detokenizer, data_parallel_controller, tokenizer_worker, compiler, compile_worker (of
-    torch inductor), resource_tracker or other."""
+    torch inductor), resource_tracker or other. Of vLLM: launcher (its API server), engine (the core), scheduler (a
+    worker)."""
     title = cmdline[0] if cmdline else ""
+    if title.startswith("VLLM::"):
+        return "scheduler" if _SCHEDULER.match(title) else "engine" if "EngineCore" in title else "other"
     if title.startswith("sglang::"):
         return re.split(r"[_\d:]*$|_(?=[A-Z]+\d)|:(?=\d)", title[len("sglang::") :])[0] or "other"
     if os.path.basename(title) in COMPILERS or comm in COMPILERS:
@@ -165,7 +168,11 @@ def role_of(cmdline: List[str], comm: str = "") -> str:
         return "compile_worker"
     if "resource_tracker" in joined:
         return "resource_tracker"
-    if "sglang.launch_server" in joined or re.search(r"\bsglang serve\b", joined):
+    if (
+        "sglang.launch_server" in joined
+        or "vllm.entrypoints" in joined
+        or re.search(r"\b(?:sglang|vllm) serve\b", joined)
+    ):
         return "launcher"
     return "other"
 

@@ -15,8 +15,8 @@ from fleetdump.diagnosis import STALL
 from fleetdump.diagnosis import diagnose as decide
 from fleetdump.errors import ExitCode, UsageError
 from fleetdump.fleet import Outcome
-from fleetdump.tasks.server import Diagnosis, Target, diagnose_host
-from fleetdump.views.hosts import show_diagnosis
+from fleetdump.tasks.server import Diagnosis, Target, diagnose_host, masked
+from fleetdump.views.verdicts import show_diagnoses, show_heard, show_markdown
 
 
 @click.command(short_help="Name the cause of a hang, from evidence.")
@@ -27,6 +27,8 @@ from fleetdump.views.hosts import show_diagnosis
 @click.option("--deep", is_flag=True, help="Take strace and stacks even when the samples show progress.")
 @click.option("--save", type=click.Path(path_type=Path), default=None, help="Write the evidence below this folder.")
 @click.option("--bundle", type=click.Path(path_type=Path, exists=True), default=None, help="Judge saved evidence.")
+@click.option("--anonymise", is_flag=True, help="Mask host names, user names and addresses in what is shown and saved.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown for a bug report.")
 @fleet_options
 def diagnose(
     options: FleetOptions,
@@ -37,6 +39,8 @@ def diagnose(
     deep: bool,
     save: Path | None,
     bundle: Path | None,
+    anonymise: bool,
+    as_markdown: bool,
 ) -> None:
     """Collect evidence of a server and say what it waits for. Nothing is signalled, nothing changed.
 
@@ -46,32 +50,31 @@ def diagnose(
     Examples:
       fleetdump diagnose --host gpu01
       fleetdump diagnose --host 10.1.230.174 --port 30000 --deep
-      fleetdump diagnose --bundle evidence/gpu01
+      fleetdump diagnose --bundle evidence/gpu01 --anonymise --markdown
     """
     if sum(bool(choice) for choice in (server, port, pid)) > 1:
         raise click.UsageError("--server, --port and --pid exclude each other")
     if bundle is not None:
-        _judge_bundle(options, bundle)
+        _judge_bundle(options, bundle, anonymise, as_markdown)
         return
     target = Target(server, port or 0, pid or 0, seconds, deep)
 
     def work(host: Any) -> list[Diagnosis]:
         diagnoses = diagnose_host(host, target)
+        if anonymise:
+            diagnoses = [masked(diagnosis) for diagnosis in diagnoses]
         if save is not None:
             for diagnosis in diagnoses:
                 _save(save / host.config.name / diagnosis.server.replace(" ", "-"), diagnosis)
         return diagnoses
 
-    run(options, _verb(), work)
+    run(options, _verb(as_markdown), work)
 
 
-def _verb() -> Verb:
-    return Verb("diagnose", _show, code=_code, data=_data, read_only=True, deadline=900.0)
-
-
-def _show(host: str, diagnoses: list[Diagnosis]) -> None:
-    for diagnosis in diagnoses:
-        show_diagnosis(host, diagnosis)
+def _verb(as_markdown: bool) -> Verb:
+    if as_markdown:
+        return Verb("diagnose", show_markdown, code=_code, data=_data, read_only=True, deadline=900.0)
+    return Verb("diagnose", show_heard, show_diagnoses, code=_code, data=_data, read_only=True, deadline=900.0)
 
 
 def _code(diagnoses: list[Diagnosis]) -> ExitCode:
@@ -90,7 +93,7 @@ def _save(folder: Path, diagnosis: Diagnosis) -> None:
     (folder / "evidence.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _judge_bundle(options: FleetOptions, bundle: Path) -> None:
+def _judge_bundle(options: FleetOptions, bundle: Path, anonymise: bool, as_markdown: bool) -> None:
     path = bundle / "evidence.json" if bundle.is_dir() else bundle
     try:
         evidence = from_json(Evidence, json.loads(path.read_text(encoding="utf-8")))
@@ -98,7 +101,8 @@ def _judge_bundle(options: FleetOptions, bundle: Path) -> None:
         raise UsageError(
             "not an evidence bundle", str(path), str(error), "give the folder that diagnose --save wrote"
         ) from error
-    diagnosis = Diagnosis(evidence.target.server or bundle.name, decide(evidence))
-    report = Report(options, _verb())
+    diagnosis = Diagnosis(evidence.target.server or bundle.name, decide(evidence), "", to_json(evidence))
+    diagnosis = masked(diagnosis) if anonymise else diagnosis
+    report = Report(options, _verb(as_markdown))
     report.add("bundle", Outcome([diagnosis], None, 0.0))
     raise SystemExit(report.close())

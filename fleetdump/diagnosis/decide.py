@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.diagnosis import signatures
-from fleetdump.diagnosis.registry import SIGNATURES
+from fleetdump.diagnosis.references import REFERENCES
+from fleetdump.diagnosis.registry import SIGNATURES, Step
 from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
 from fleetdump.diagnosis.view import View
 
@@ -18,30 +19,49 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     view = View(evidence)
     found = [(step, verdict) for step, check in SIGNATURES if (verdict := check(view))]
     found.sort(key=lambda item: (item[0], _CONFIDENCE[item[1].confidence]))
+    causes = any(step < Step.NOTES for step, _ in found)
     verdicts = [verdict for _, verdict in found]
-    if not any(verdict.code != "LOG_ELSEWHERE" for verdict in verdicts):
-        verdicts.append(_unknown(view))
+    if not causes:
+        verdicts.insert(0, _unknown(view))
     for verdict in verdicts:
         verdict.server = evidence.target.server
         verdict.ruled_out = _ruled_out(view)
+        verdict.references = list(REFERENCES.get(verdict.code, ()))
         verdict.evidence = [*verdict.evidence, *_blind(view)]
     return verdicts
 
 
 def _unknown(view: View) -> Verdict:
     evidence = view.evidence
-    facts = [f"{p.label or p.role}: state {p.state}, {p.cpu:.0%} CPU" for p in view.members]
-    facts += view.progress or [f"nothing moved in two samples {evidence.seconds:.0f} s apart"]
-    facts.append(f"port {evidence.target.port} is {'open' if evidence.port.open else 'closed'}")
-    facts += [f"GET {h.path}: {h.status or h.error}" for h in evidence.http]
+    http = ", ".join(f"GET {h.path}: {h.status or h.error}" for h in evidence.http)
+    port = f"port {evidence.target.port} is {'open' if evidence.port.open else 'closed'}"
+    facts = [
+        *(view.progress[:1] or [f"nothing moved in two samples {evidence.seconds:.0f} s apart"]),
+        f"{port}; {http}" if http else port,
+        ", ".join(f"{p.label or p.role}: state {p.state}, {p.cpu:.0%} CPU" for p in view.members) or "no process seen",
+    ]
     return Verdict(
         "UNKNOWN",
         f"no known signature fits (phase {view.phase})",
         LOW,
         phase=view.phase,
         evidence=facts,
-        next_steps=["take the evidence again with --deep, and read the bundle on the host"],
+        next_steps=[_deciding_probe(view)],
     )
+
+
+def _deciding_probe(view: View) -> str:
+    """What to look at next: the probe that is missing and would tell the remaining causes apart."""
+    evidence = view.evidence
+    if not view.members:
+        return "look as root, or from the host outside the container: no process of the server can be read"
+    if not evidence.deep:
+        return "take the evidence again with --deep: the stacks of all ranks decide"
+    if not evidence.stacks:
+        return "install py-spy beside the server's interpreter (or allow ptrace) and diagnose again"
+    if view.gpus_wait and not evidence.ras.status:
+        return "ask NCCL RAS (port 28028) while it hangs: counts tell parted ranks from a kernel without end"
+    return "take the evidence a second time a minute later and compare the stacks of all ranks"
 
 
 def _ruled_out(view: View) -> list[str]:
@@ -59,7 +79,7 @@ def _ruled_out(view: View) -> list[str]:
         found.append("stopped or traced process: none")
     if not view.compilers:
         found.append("compilation: no compiler process uses CPU")
-    if not evidence.locks:
+    if not evidence.locks and not any(f.holder == 0 for f in evidence.lock_files):
         found.append("lock: nobody waits in /proc/locks")
     if view.schedulers and not view.progress:
         found.append("slow loading: no rank read or grew")

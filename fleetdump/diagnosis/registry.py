@@ -12,17 +12,22 @@ Signature = Callable[[View], Verdict | None]
 
 
 class Step(enum.IntEnum):
-    """The decision order: what is found at an earlier step stands before what is found at a later one."""
+    """The decision order: what is found at an earlier step stands before what is found at a later one.
 
-    PROCESSES = 1
-    STOPPED = 2
-    HARDWARE = 3
-    HOST = 4
-    ANSWERING = 5
-    PROGRESS = 6
-    LOCKS = 7
-    WAITING = 8
-    NOTES = 9
+    Causes outside the server (hardware, host) come before what they did to its processes.
+    """
+
+    HARDWARE = 1
+    HOST = 2
+    PIPES = 3
+    PROCESSES = 4
+    STOPPED = 5
+    ANSWERING = 6
+    PROGRESS = 7
+    LOCKS = 8
+    COLLECTIVES = 9
+    WAITING = 10
+    NOTES = 11
 
 
 SIGNATURES: list[tuple[Step, Signature]] = []

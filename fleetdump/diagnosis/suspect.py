@@ -93,7 +93,8 @@ def _diverged(view: View) -> Suspect | None:
     if view.spins:
         return None
     where = {s.label: match["name"] for s in view.evidence.stacks if s.label and (match := _collective(s.frames))}
-    if len(set(where.values())) < 2:
+    # Neighbouring pipeline stages send and receive at the same time: that is no difference of opinion.
+    if len({name for name in where.values() if not name.startswith(("send", "recv", "isend", "irecv"))}) < 2:
         return None
     listed = ", ".join(f"{label} in {name}" for label, name in sorted(where.items()))
     group = [g for g in view.evidence.stack_groups if g.minority]
@@ -176,6 +177,12 @@ def stack_facts(view: View) -> list[str]:
         f"stack of {', '.join(g.ranks)}{' (the minority)' if g.minority else ''}: {' < '.join(g.frames[:3])}"
         for g in groups
     ]
+
+
+def collective_of(frames: list[str]) -> str:
+    """The collective in which these frames wait; empty when they are elsewhere."""
+    match = _collective(frames)
+    return match["name"] if match else ""
 
 
 def _collective(frames: list[str]) -> re.Match[str] | None:

@@ -29,3 +29,5 @@ class Verdict:
     evidence: list[str] = field(default_factory=list)
     ruled_out: list[str] = field(default_factory=list)
     next_steps: list[str] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)
+    """Public reports of the same kind, each as owner/repository#number."""

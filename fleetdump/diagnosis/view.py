@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from fleetdump.agent.evidence_types import Evidence, HttpProbe, ProcessFacts, RankMarks, Stack, Trace
+from fleetdump.agent.evidence_types import Evidence, HttpProbe, ProbeRecord, ProcessFacts, RankMarks, Stack, Trace
 from fleetdump.agent.protocol import PHASES
 
 RCHAR_RATE = 512 << 10
@@ -22,8 +22,19 @@ SPIN_CPU = 0.85
 BLOCKED_CPU = 0.05
 FEW_SWITCHES = 20.0
 """Voluntary switches a second of a main thread: a spin has none, a blocked one a few; an idle scheduler thousands."""
+SILENCE_OF = {"init": 120.0}
+"""Where more is usual: a communicator of 8 GPUs was seen to take 62 s."""
+STARVED_LINES = 2
+USUAL_LINE = 100
+"""Bytes of a log line, where the repeated one is not known."""
 SILENCE = 30.0
 """Seconds of silence below which nobody says "hung" when no patience is given."""
+
+ENGINE_NAMES = ("sglang::sched", "VLLM::Worker", "VLLM::Engine")
+"""What the names of ranks begin with, in the 15 characters that the kernel keeps of a dead one's."""
+LOW_POWER = 0.45
+"""Share of its limit below which a fully used GPU only waits in a kernel."""
+FULL_USE = 90
 
 FIRST_RANK_MARKS = frozenset({"scheduler ready"})
 """Marks that only rank 0 logs."""
@@ -39,7 +50,13 @@ AFTER = {
     "warmup": "during the warm-up request",
     "serving": "while serving",
 }
+_GRAMMAR = re.compile(
+    r"xgrammar|GrammarCompiler|compile_(?:builtin_)?(?:json_schema|grammar|regex|structural_tag)|llguidance|outlines|"
+    r"grammar_(?:backend|bitmask)|RegexGuide|build_regex_from_schema",
+    re.IGNORECASE,
+)
 _TP = re.compile(r"TP(\d+)")
+_SINCE_BOOT = re.compile(r"\[\s*(\d+\.\d+)\]")
 _RANK_DIED = re.compile(r"Rank (\d+) scheduler")
 _PEER_LOST = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe")
 _BAR = re.compile(r"(?P<done>\d+)/(?P<total>\d+) \[(?P<spent>[\d:?]+)<(?P<left>[\d:?]+)")
@@ -70,20 +87,35 @@ class View:
 
     @cached_property
     def schedulers(self) -> list[ProcessFacts]:
-        """Living schedulers, by rank."""
-        alive = [p for p in self.evidence.processes if p.role == "scheduler" and p.state not in "ZX"]
+        """Living schedulers (of vLLM: workers, or the engine core when it has no other rank), by rank."""
+        roles = ("scheduler", "engine") if self.evidence.target.ranks == 1 else ("scheduler",)
+        alive = [p for p in self.evidence.processes if p.role in roles and p.state not in "ZX"]
         return sorted(alive, key=lambda p: (p.rank or 0, p.label))
 
     @cached_property
     def members(self) -> list[ProcessFacts]:
         """Launcher, schedulers and detokenizer: what must live for the server to work."""
-        wanted = ("launcher", "scheduler", "detokenizer", "data_parallel_controller")
+        wanted = ("launcher", "scheduler", "engine", "detokenizer", "data_parallel_controller")
         return [p for p in self.evidence.processes if p.role in wanted and p.state not in "ZX"]
 
     @cached_property
     def spawning(self) -> bool:
         """Ranks have not been started, or have not yet named themselves."""
-        return not self.evidence.log.ranks and not self.evidence.log.crash
+        return not self.evidence.log.ranks and not self.evidence.log.crash and not self.port_open
+
+    @property
+    def engine_dead(self) -> bool:
+        """vLLM's engine core, which feeds the workers, is gone."""
+        launcher = self.launcher
+        served = launcher is not None and "vllm" in launcher.cmdline.lower() and (self.port_open or self.was_ready)
+        return served and not any(p.role == "engine" and p.state not in "ZX" for p in self.evidence.processes)
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks that belong on this host."""
+        target = self.evidence.target
+        each = max(1, target.ranks // max(1, target.nodes))
+        return range(target.node_rank * each, (target.node_rank + 1) * each)
 
     @cached_property
     def missing_ranks(self) -> list[int]:
@@ -91,19 +123,24 @@ class View:
         unseen = self.evidence.launcher_alive and not self.evidence.processes
         if unseen or (self.spawning and not self.zombies):
             return []
-        present = {p.rank for p in self.schedulers}
-        return [rank for rank in range(self.evidence.target.ranks) if rank not in present]
+        present = {p.rank or 0 for p in self.schedulers}
+        return [rank for rank in self.local_ranks if rank not in present]
 
     @cached_property
     def zombies(self) -> list[ProcessFacts]:
         """Schedulers that died and were not reaped (the kernel keeps only 15 characters of their name)."""
-        return [p for p in self.evidence.processes if p.state in "ZX" and p.name.startswith("sglang::sched")]
+        return [p for p in self.evidence.processes if p.state in "ZX" and p.name.startswith(ENGINE_NAMES)]
 
     @property
     def complete(self) -> bool:
         """Launcher and every rank live, none is stopped, none has raised."""
         alive = self.evidence.launcher_alive and self.schedulers and not self.missing_ranks
-        return bool(alive) and not self.evidence.log.crash and not any(p.state in "Tt" for p in self.members)
+        return (
+            bool(alive)
+            and not self.engine_dead
+            and not self.evidence.log.crash
+            and not any(p.state in "Tt" for p in self.members)
+        )
 
     # ------------------------------------------------------------------ phase and marks
     def marks_of(self, process: ProcessFacts) -> RankMarks | None:
@@ -131,6 +168,12 @@ class View:
         counts = {p.label: len(set(m.marks) - FIRST_RANK_MARKS) for p in self.schedulers if (m := self.marks_of(p))}
         low = [p for p in self.schedulers if counts.get(p.label, 0) == min(counts.values(), default=0)]
         return low if len(low) < len(self.schedulers) else []
+
+    @cached_property
+    def late_ranks(self) -> list[ProcessFacts]:
+        """Ranks without NCCL's lines where others have them; else ranks with fewer marks."""
+        silent = [p for p in self.schedulers if not ((m := self.marks_of(p)) and m.nccl)]
+        return silent if 0 < len(silent) < len(self.schedulers) else self.behind
 
     @property
     def crash_rank(self) -> int | None:
@@ -170,7 +213,53 @@ class View:
     @property
     def healthy(self) -> bool:
         health = self.answer("/health")
-        return self.port_open and health is not None and health.status == 200
+        return self.port_open and health is not None and health.status == 200 and not self.starved
+
+    @property
+    def starved(self) -> bool:
+        """The engine's own statistics say that requests are there and no token comes, whatever ``/health`` says."""
+        return self.evidence.log.zero_statistics >= STARVED_LINES
+
+    @property
+    def forwards(self) -> int:
+        """Batches logged between the samples that computed something."""
+        return 0 if self.starved else self.evidence.log.forwards
+
+    def trouble(self, name: str) -> str:
+        """The first log line of a known trouble; empty when there is none."""
+        return self.evidence.log.troubles.get(name, "")
+
+    @property
+    def failing(self) -> bool:
+        """Something is gone or has raised, or nothing has moved for longer than it may."""
+        broken = not self.evidence.launcher_alive or self.missing_ranks or self.evidence.log.crash
+        return bool(broken) or not (self.healthy or self.progress or self.compilers or self.within_patience)
+
+    @property
+    def starting(self) -> bool:
+        """Alive and not ready yet."""
+        ready = self.evidence.log.ready or self.healthy
+        gone = self.missing_ranks or self.evidence.log.crash or not self.evidence.launcher_alive
+        return not ready and not gone and not any(p.state in "Tt" for p in self.members)
+
+    # ------------------------------------------------------------------ GPUs
+    @property
+    def gpus_wait(self) -> bool:
+        """Every GPU of the server is fully used at little power: it waits in a kernel."""
+        gpus = self.evidence.gpus
+        return bool(gpus) and all(
+            g.utilization >= FULL_USE and (not g.power_limit or g.power < LOW_POWER * g.power_limit) for g in gpus
+        )
+
+    def probe(self, name: str) -> ProbeRecord | None:
+        """How a probe went."""
+        return next((p for p in self.evidence.probes if p.name == name), None)
+
+    @cached_property
+    def kernel_since_start(self) -> list[str]:
+        """Kernel lines from the server's start on, and those without a time."""
+        start = self.evidence.target.start_time / 100
+        return [line for line in self.evidence.kernel_log if _since_boot(line) >= start]
 
     # ------------------------------------------------------------------ progress
     @cached_property
@@ -188,9 +277,9 @@ class View:
     def progress(self) -> list[str]:
         """What counts as progress between the samples, in words; empty: nothing moved."""
         found, log = [], self.evidence.log
-        if log.forwards:
+        if self.forwards:
             found.append(f"{log.forwards} batches were logged between the samples")
-        elif log.news:
+        elif log.news and not self.starved:
             found.append(f"the log has {log.news} new lines that are no repetition")
         seconds = self.evidence.seconds
         for process in self.members:
@@ -209,8 +298,19 @@ class View:
         if watch and watch.patience:
             return watch.idle_seconds, watch.patience
         quiet = log.quiet_seconds if log.exists and log.bytes else self.evidence.uptime
-        given = getattr(watch.patiences, self.phase) if watch and watch.patiences else SILENCE
+        if log.news_seconds:
+            quiet = max(quiet, log.news_seconds)
+        elif log.growth and log.repeated and not log.news:
+            lines = max(1.0, log.growth / max(len(log.repeated_line), USUAL_LINE))
+            quiet = max(quiet, min(self.evidence.uptime, log.repeated * self.evidence.seconds / lines))
+        usual = SILENCE_OF.get(self.phase, SILENCE)
+        given = getattr(watch.patiences, self.phase) if watch and watch.patiences else usual
         return quiet, given
+
+    @property
+    def silent_too_short(self) -> bool:
+        """Nobody may say "hung" yet; an engine that counts its own zeros needs no patience."""
+        return self.within_patience and not self.starved
 
     @property
     def within_patience(self) -> bool:
@@ -229,6 +329,29 @@ class View:
         return ""
 
     # ------------------------------------------------------------------ where ranks are
+    @cached_property
+    def grammar_stacks(self) -> list[tuple[Stack, str]]:
+        """Stacks of threads that compile a grammar, each with the frame that says so."""
+        found = []
+        for stack in self.evidence.stacks:
+            frames = [*stack.frames, *stack.native, *(f for of in stack.active.values() for f in of)]
+            idle = stack.state == "idle" and not stack.active
+            frame = next((f for f in frames if _GRAMMAR.search(f)), "")
+            if frame and not idle:
+                found.append((stack, frame))
+        return found
+
+    @property
+    def spinning_engines(self) -> list[ProcessFacts]:
+        """Engine core or schedulers that burn a core in their main thread."""
+        return [p for p in self.members if p.role in ("engine", "scheduler") and p.main and p.main.cpu >= SPIN_CPU]
+
+    @property
+    def api_process(self) -> ProcessFacts | None:
+        """The process that answers HTTP (launcher or tokenizer worker), when its main thread never comes to rest."""
+        roles = ("launcher", "tokenizer_worker")
+        return next((p for p in self.evidence.processes if p.role in roles and _is_busy(p)), None)
+
     def stack(self, process: ProcessFacts) -> Stack | None:
         return next((s for s in self.evidence.stacks if s.pid == process.pid), None)
 
@@ -272,6 +395,11 @@ class View:
         return Spin(process, kind, tuple(facts))
 
 
+def _since_boot(line: str) -> float:
+    match = _SINCE_BOOT.match(line)
+    return float(match[1]) if match else float("inf")
+
+
 def _callers(stack: Stack) -> str:
     return " < ".join(frame.split(" (")[0] for frame in stack.frames[1:4]) or "nothing"
 
@@ -282,6 +410,11 @@ def is_spinning(process: ProcessFacts) -> bool:
     if main is None or main.voluntary >= FEW_SWITCHES or process.state in "TtZX":
         return False
     return main.cpu >= SPIN_CPU or (main.demand >= SPIN_CPU and main.cpu >= BLOCKED_CPU)
+
+
+def _is_busy(process: ProcessFacts) -> bool:
+    main = process.main
+    return main is not None and main.cpu >= SPIN_CPU and process.state not in "TtZX"
 
 
 def is_blocked(process: ProcessFacts) -> bool:
@@ -297,3 +430,8 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def name_of(process: ProcessFacts) -> str:
+    """A process for people: its rank's name in the log, or what it is."""
+    return process.label or process.role

@@ -16,8 +16,9 @@ from fleetdump.agent.protocol import (
     StatusResult,
     StopResult,
     from_json,
+    to_json,
 )
-from fleetdump.diagnosis import Verdict, diagnose
+from fleetdump.diagnosis import Verdict, anonymise, diagnose
 from fleetdump.errors import UsageError
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task
@@ -84,6 +85,12 @@ def diagnose_host(host: Host, target: Target) -> list[Diagnosis]:
         return [_diagnose_one(host, target, "")]
     names = [target.server] if target.server else [server.name for server in host.config.servers]
     return [_diagnose_one(host, target, name) for name in names]
+
+
+def masked(diagnosis: Diagnosis) -> Diagnosis:
+    """The same diagnosis without the names of hosts and users."""
+    evidence = anonymise(from_json(Evidence, diagnosis.evidence))
+    return Diagnosis(diagnosis.server, diagnose(evidence), "", to_json(evidence))
 
 
 def only_server(host: Host) -> str:

@@ -144,15 +144,15 @@ def show_verdicts(verdicts: list[Verdict]) -> None:
     for place, verdict in enumerate(verdicts):
         rank = f" rank {verdict.rank}" if verdict.rank is not None else ""
         phase = f", phase {verdict.phase}" if verdict.phase else ""
-        out.print(
-            f"  [bold]{verdict.code}[/]{rank}{quoted(phase)} ({verdict.confidence} confidence): {quoted(verdict.title)}"
-        )
+        out.print(f"  [bold]{quoted(verdict.title)}[/]")
+        out.print(f"    {verdict.code}{rank}{quoted(phase)} ({verdict.confidence} confidence)")
         if place:
             continue
         _show_list("because", verdict.evidence)
         ruled_out = [reason.partition(":")[0] for reason in verdict.ruled_out]
         _show_list("ruled out", [", ".join(ruled_out)] if ruled_out else [])
         _show_list("next", verdict.next_steps)
+        _show_list("reports", [", ".join(verdict.references)] if verdict.references else [])
 
 
 def _show_list(label: str, lines: Iterable[str]) -> None:

@@ -475,9 +475,9 @@ def test_lock_files_of_compile_caches(tmp_path: Path) -> None:
     lock.parent.mkdir(parents=True)
     lock.touch()
     os.utime(lock, (0, 0))
-    assert [(f.path, f.holder) for f in host.lock_files(str(tmp_path), [])] == [(str(lock), 0)]
+    assert [(f.path, f.holder) for f in host.lock_files(str(tmp_path), [], {})] == [(str(lock), 0)]
     with lock.open():
-        assert host.lock_files(str(tmp_path), [os.getpid()])[0].holder == os.getpid()
+        assert host.lock_files(str(tmp_path), [os.getpid()], {})[0].holder == os.getpid()
 
 
 def test_http_answers_errors_and_silence() -> None:

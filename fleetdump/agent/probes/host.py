@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
 from pathlib import Path
-from typing import Dict, Iterable, List, Set
+from typing import Dict, Iterable, List, Set, Tuple
 
 from fleetdump.agent import procfs
 from fleetdump.agent.evidence_types import DiskFacts, LockFacts, LockFile, MemoryFacts
@@ -23,6 +24,10 @@ COMPILE_CACHES = (
     "~/.deep_gemm",
     "~/.triton",
 )
+HUB_CACHES = ("~/.cache/huggingface/hub/.locks", "~/.cache/modelscope/hub")
+CACHE_VARIABLES = ("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+LOCK_FOLDERS = 20_000
+"""Folders that the search for lock files enters at most."""
 
 _OOM = re.compile(r"Out of memory|oom-kill|Killed process", re.IGNORECASE)
 _KERNEL = re.compile(
@@ -127,6 +132,7 @@ def locks(pids: Set[int]) -> List[LockFacts]:
     found = parse_locks(procfs.read_text("/proc/locks") or "", pids)
     for lock in found:
         lock.path = next((p for pid in (lock.waiter, lock.holder) if (p := _path_of_inode(pid, lock.inode))), "")
+        lock.fstype = _fstype(Path(lock.path)) if lock.path else ""
     return found
 
 
@@ -142,19 +148,33 @@ def _inode(path: str) -> int:
         return 0
 
 
-def lock_files(home: str, pids: Iterable[int]) -> List[LockFile]:
-    """Lock files in the compile caches below ``home``, each with the process of ``pids`` that has it open."""
+def lock_files(home: str, pids: Iterable[int], environment: Dict[str, str]) -> List[LockFile]:
+    """Lock files in the compile caches and model hubs' folders below ``home`` (or where ``environment`` puts them),
+    the youngest first, each with the process of ``pids`` that has it open."""
     open_paths: Dict[str, int] = {target: pid for pid in pids for target in procfs.fd_targets(pid).values()}
     found: List[LockFile] = []
     now = time.time()
-    for cache in COMPILE_CACHES:
-        for folder, _, names in os.walk(cache.replace("~", home, 1)):
+    for use, cache in lock_folders(home, environment):
+        for folder, _, names in itertools.islice(os.walk(cache), LOCK_FOLDERS):
             for name in names:
                 if name == "lock" or name.endswith((".lock", "_lock")):
                     path = os.path.join(folder, name)
                     age = max(0.0, now - os.stat(path).st_mtime)
-                    found.append(LockFile(path, round(age, 1), open_paths.get(path, 0)))
+                    kind = "" if len(found) > LOCK_FILES else _fstype(Path(folder))
+                    found.append(LockFile(path, round(age, 1), open_paths.get(path, 0), use, kind))
     return sorted(found, key=lambda lock: lock.age_seconds)[:LOCK_FILES]
+
+
+def lock_folders(home: str, environment: Dict[str, str]) -> List[Tuple[str, str]]:
+    """(use, folder) of everything where lock files may lie."""
+    folders = [("compile", cache.replace("~", home, 1)) for cache in COMPILE_CACHES]
+    folders += [("compile", environment[name]) for name in CACHE_VARIABLES if environment.get(name)]
+    folders += [("hub", cache.replace("~", home, 1)) for cache in HUB_CACHES]
+    if environment.get("HF_HUB_CACHE"):
+        folders.append(("hub", os.path.join(environment["HF_HUB_CACHE"], ".locks")))
+    elif environment.get("HF_HOME"):
+        folders.append(("hub", os.path.join(environment["HF_HOME"], "hub", ".locks")))
+    return list(dict.fromkeys(folders))
 
 
 def environment(pid: int) -> Dict[str, str]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Dict, List
+from typing import Dict
 
 from fleetdump.agent import logmarks
 from fleetdump.agent.evidence_types import LogFacts, RankMarks
+from fleetdump.agent.probes.logtroubles import Troubles, split_lines
 from fleetdump.agent.scrub import scrub
 
 READ_LIMIT = 64 << 20
 """Of a longer log the beginning (marks of the start) and the end are read, half of this each."""
-PROXY = re.compile(
-    r"Response \[(?:403|407|50[234])\]|ProxyError|Tunnel connection failed|Proxy Authentication Required"
-)
-RANK_DIED = re.compile(r"Rank \d+ scheduler (?:died|is dead)")
+_STAMP = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 _TP = re.compile(r"TP(?P<rank>\d+)")
 
 
@@ -27,7 +25,9 @@ class LogReader:
         self._path = path
         self._parser = logmarks.LogParser(ranks=ranks)
         self._position = 0
-        self._troubles: Dict[str, str] = {}
+        self._troubles = Troubles()
+        self._rest = b""
+        self._stamp = self._news_stamp = ""
         self._first = (0, 0, 0)
 
     def first(self) -> None:
@@ -44,7 +44,8 @@ class LogReader:
         marks, stat = self._parser.marks, os.stat(self._path)
         position, news, forwards = self._first
         troubles: Dict[str, str] = {name: scrub(line) for name, line in marks.troubles.items()}
-        troubles.update(self._troubles)
+        troubles.update(self._troubles.first)
+        quiet = round(max(0.0, time.time() - stat.st_mtime), 1)
         crash = marks.crashed if marks.crashed and marks.crashed.kind in ("exception", "warmup") else None
         return LogFacts(
             path=self._path,
@@ -54,17 +55,20 @@ class LogReader:
             growth=self._position - position,
             news=marks.news - news,
             forwards=marks.forwards - forwards,
-            quiet_seconds=round(max(0.0, time.time() - stat.st_mtime), 1),
+            quiet_seconds=quiet,
+            news_seconds=self._news_seconds(quiet),
             phase=marks.phase,
             ready=marks.ready,
             server_marks=list(marks.server_markers),
-            ranks=[_rank_marks(rank) for _, rank in sorted(marks.ranks.items())],
+            ranks=[self._rank_marks(rank) for _, rank in sorted(marks.ranks.items())],
             crash=scrub(crash.reason) if crash else "",
             crash_label=crash.rank if crash else "",
             troubles=troubles,
             repeated=marks.repeated,
             repeated_line=scrub(marks.repeated_line),
             running_requests=marks.running_requests,
+            zero_statistics=self._troubles.zero_statistics,
+            waits_for_lock=self._troubles.waits_for_lock(),
             tail=[scrub(line) for line in marks.tail],
             unterminated=not self._ends_with_newline(),
         )
@@ -85,11 +89,33 @@ class LogReader:
         self._position += len(data)
 
     def _feed(self, data: bytes) -> None:
-        self._parser.feed(data)
-        for trouble, pattern in (("proxy_refused", PROXY), ("rank_died", RANK_DIED)):
-            line = next((line for line in _lines(data) if pattern.search(line)), "")
-            if line and trouble not in self._troubles:
-                self._troubles[trouble] = scrub(line.strip()[:500])
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        self._by_line(data)
+        for line in split_lines(b"\n".join(whole)):
+            self._troubles.feed(line)
+        self._rest = self._rest[-READ_LIMIT // 64 :]
+
+    def _by_line(self, data: bytes) -> None:
+        """Feed line by line and note when the log last said anything new, by its own stamps."""
+        for line in data.splitlines(keepends=True):
+            stamp = _STAMP.search(line)
+            self._stamp = stamp[1].decode() if stamp else self._stamp
+            news = self._parser.marks.news
+            self._parser.feed(line)
+            if self._parser.marks.news != news:
+                self._news_stamp = self._stamp
+
+    def _news_seconds(self, quiet: float) -> float:
+        if not self._news_stamp or not self._parser.marks.repeated:
+            return 0.0
+        return round(max(0.0, _seconds(self._stamp) - _seconds(self._news_stamp)) + quiet, 1)
+
+    def _rank_marks(self, marks: logmarks.RankMarks) -> RankMarks:
+        match = _TP.search(marks.rank)
+        rank = int(match["rank"]) if match else 0
+        facts = RankMarks(marks.rank, rank, marks.phase, list(marks.markers)[-40:], scrub(marks.last_line))
+        facts.nccl, facts.interface = self._troubles.nccl.get(rank, ""), self._troubles.interfaces.get(rank, "")
+        return facts
 
     def _ends_with_newline(self) -> bool:
         try:
@@ -100,11 +126,5 @@ class LogReader:
             return True
 
 
-def _lines(data: bytes) -> List[str]:
-    return data.decode("utf-8", "replace").splitlines()
-
-
-def _rank_marks(marks: logmarks.RankMarks) -> RankMarks:
-    match = _TP.search(marks.rank)
-    rank = int(match["rank"]) if match else 0
-    return RankMarks(marks.rank, rank, marks.phase, list(marks.markers)[-40:], scrub(marks.last_line))
+def _seconds(stamp: str) -> float:
+    return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Set, Tuple
@@ -23,6 +24,8 @@ FD_SYSCALLS = {"0", "1", "16", "17", "18", "19", "20", "44", "45", "46", "47", "
 POLL = "7"
 POLLFD = struct.Struct("=ihh")
 POLLED = 64
+PEERS = 8
+NATIVE_CPU = 0.85
 
 
 @dataclass
@@ -126,7 +129,24 @@ def _process(first: Snapshot, second: Snapshot, pid: int) -> ProcessFacts:
         polled_fds=polled_descriptors(pid, main.syscall) if main else [],
         kernel_stack=kernel_stack(pid) if main else [],
         tracer_pid=int(status.get("TracerPid", 0)),
+        exit_signal=exit_signal(pid) if now.state in "ZX" else 0,
+        kill_pending=any(_has_kill(status.get(name, "0")) for name in ("SigPnd", "ShdPnd")),
     )
+
+
+def is_wanted_native(process: ProcessFacts) -> bool:
+    """A rank that burns a core in its main thread."""
+    return process.role == "scheduler" and process.main is not None and process.main.cpu > NATIVE_CPU
+
+
+def exit_signal(pid: int) -> int:
+    """The signal that ended a zombie, from the last field of its stat; 0 when it exited or that may not be read."""
+    words = (procfs.read_text(f"{procfs.PROC}/{pid}/stat", 4096) or "").rpartition(")")[2].split()
+    return int(words[49]) & 0x7F if len(words) > 49 else 0
+
+
+def _has_kill(mask: str) -> bool:
+    return bool(int(mask or "0", 16) >> (signal.SIGKILL - 1) & 1)
 
 
 def _thread(tid: int, before: Optional[Ticks], now: Ticks, elapsed: float) -> ThreadFacts:
@@ -206,23 +226,48 @@ def _descriptors(
     process.fd_limit = _fd_limit(process.pid)
     process.stdout, process.stderr = targets.get(1, ""), targets.get(2, "")
     process.writes_log = _is_file(process.pid, 1, log) if log and 1 in targets else None
-    process.pipes = [end for inode in pipes for end in _pipe_ends(process.pid, inode, pipes[inode])]
+    process.pipes = [end for inode in pipes for end in _pipe_ends(process, inode, pipes[inode])]
+    _output_readers(process)
     for fd, target in sorted(targets.items()):
         known = sockets.get(int(target[8:-1])) if target.startswith("socket:[") else None
         if known and len(process.sockets) < SOCKETS:
             process.sockets.append(SocketFacts(fd, known.state, known.local, known.remote))
 
 
-def _pipe_ends(pid: int, inode: int, holders: List[Tuple[int, int, str]]) -> List[PipeEnd]:
-    """This process's ends of one pipe; a pipe to itself (an event loop's wake-up) says nothing and is left out."""
-    if {holder for holder, _, _ in holders} == {pid} and {mode for _, _, mode in holders} == {"r", "w"}:
-        return []
+def _pipe_ends(process: ProcessFacts, inode: int, holders: List[Tuple[int, int, str]]) -> List[PipeEnd]:
+    """This process's ends of one pipe. A pipe to itself (an event loop's wake-up) says nothing and is left out, but
+    for the one that its main thread waits on: then nobody else can ever write."""
+    pid = process.pid
+    alone = {holder for holder, _, _ in holders} == {pid} and {mode for _, _, mode in holders} == {"r", "w"}
     ends = []
     for holder, fd, mode in holders:
-        if holder == pid:
-            peers: Set[int] = {other for other, _, theirs in holders if theirs != mode}
-            ends.append(PipeEnd(fd, inode, mode, sorted(peers)))
+        if holder != pid or (alone and not (mode == "r" and fd == process.syscall_fd)):
+            continue
+        peers: Set[int] = {other for other, _, theirs in holders if theirs != mode} - ({pid} if alone else set())
+        ends.append(PipeEnd(fd, inode, mode, sorted(peers), own_writer=alone and not _held_elsewhere(pid, inode)))
     return ends
+
+
+def _held_elsewhere(pid: int, inode: int) -> bool:
+    """Whether any other process of the host has that pipe open."""
+    return bool(_holders(inode) - {pid})
+
+
+def _holders(inode: int) -> Set[int]:
+    name = f"pipe:[{inode}]"
+    return {pid for pid in procfs.pids() if name in procfs.fd_targets(pid).values()}
+
+
+def _output_readers(process: ProcessFacts) -> None:
+    """Who reads the pipe into which the main thread cannot write its log; the reader is no part of the server."""
+    target = {1: process.stdout, 2: process.stderr}.get(process.syscall_fd, "")
+    if not target.startswith("pipe:["):
+        return
+    inode = int(target[6:-1])
+    peers = sorted(_holders(inode) - {process.pid})[:PEERS]
+    states = "".join(stat.state for pid in peers if (stat := procfs.read_stat(pid)))
+    process.pipes = [end for end in process.pipes if end.fd != process.syscall_fd]
+    process.pipes.append(PipeEnd(process.syscall_fd, inode, "w", peers, peer_states=states))
 
 
 def _is_file(pid: int, fd: int, path: str) -> Optional[bool]:

@@ -1,90 +1,85 @@
-"""Compilers at work, and locks that compilers left behind."""
+"""Compilers at work, in children of the server or inside its own processes."""
 
 from __future__ import annotations
 
 import re
 
-from fleetdump.agent.evidence_types import LockFile
+from fleetdump.agent.evidence_types import Stack
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, MEDIUM, WAIT, Verdict
+from fleetdump.diagnosis.signatures.locks import waits_for_lock
+from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, WAIT, Verdict
 from fleetdump.diagnosis.view import View
 
+BUSY = 0.5
 _COMPILING = re.compile(
-    r"make_ptx|make_llir|make_cubin|ninja|nvcc|_build_extension|build_and_load|jit_compile|_run_ninja_build"
+    r"make_(?:ir|ttir|ttgir|llir|ptx|cubin)|triton/compiler|ASTSource|_do_compile|ninja|nvcc|nvrtc|_build_extension|"
+    r"build_and_load|jit_compile|_run_ninja_build|libtriton|torch/_inductor|deep_?gemm.*(?:compile|build|warmup)|"
+    r"^(?:\w+\.)*compile \(",
+    re.IGNORECASE,
 )
-_LOCK_WAIT = re.compile(r"file_baton|FileBaton|SoftFileLock|filelock|acquire .*_(?:soft|unix)\.py")
+_EXPECTED = re.compile(r"DeepGEMM", re.IGNORECASE)
 
 
 @signature(Step.PROGRESS)
 def compiling(view: View) -> Verdict | None:
-    """Living compiler children use CPU, or a rank's stack is inside a compiler."""
-    inside = [s for s in view.evidence.stacks if any(_COMPILING.search(frame) for frame in s.frames)]
-    if (not view.compilers and not inside) or view.healthy or view.missing_ranks:
+    """Living compiler children use CPU, a rank's stack is inside a compiler, or the phase of compilation moves."""
+    inside = [s for s in view.evidence.stacks if _compiles(s, view)]
+    moves = view.phase == "jit" and view.starting and not view.port_open and _works(view)
+    done = view.healthy and not view.evidence.log.running_requests
+    gone = view.missing_ranks or not view.evidence.launcher_alive
+    if (not view.compilers and not inside and not moves) or done or view.forwards or gone or view.grammar_stacks:
         return None
     names = sorted({p.name for p in view.compilers})
     facts = [f"{len(view.compilers)} compiler processes use CPU: {', '.join(names)}"] if names else []
-    facts += [f"{s.label} is in {next(f for f in s.frames if _COMPILING.search(f))}" for s in inside]
+    facts += [f"{s.label or s.role} is in {_frame(s)}" for s in inside]
+    facts += [f"progress bar: {view.bar}"] if view.bar and moves else []
+    facts += view.progress if moves else []
     rank = _owner_rank(view) if view.compilers else None
     if rank is None and len(inside) == 1:
         rank = next((p.rank for p in view.schedulers if p.pid == inside[0].pid), None)
     whose = f" for rank {rank}" if rank is not None else ""
+    if rank is not None and len(view.schedulers) > 1:
+        facts.append(f"the other ranks wait for rank {rank}: it is late, they have not parted")
+    where = " during graph capture" if view.phase == "capture" else " for a request" if view.was_ready else ""
     return Verdict(
         "JIT_COMPILING",
-        f"kernels are being compiled{whose}: {', '.join(names) or 'inside the process'}",
-        HIGH if view.compilers else MEDIUM,
+        f"kernels are being compiled{whose}{where}: {', '.join(names) or 'inside the process'}",
+        HIGH if view.compilers else MEDIUM if inside else LOW,
         WAIT,
         view.phase,
         rank,
         evidence=facts,
-        next_steps=["wait (a cold DeepGEMM cache takes 10 to 20 min); keep the compile cache on a disk that survives"],
+        next_steps=_next_steps(view),
     )
 
 
-@signature(Step.LOCKS)
-def lock_wait(view: View) -> Verdict | None:
-    """A process of the server waits in flock for somebody who lives."""
-    pids = {p.pid: p for p in view.evidence.processes}
-    waits = [lock for lock in view.evidence.locks if lock.waiter in pids]
-    if not waits or view.healthy or view.progress:
-        return None
-    first = waits[0]
-    holder = pids[first.holder].label or pids[first.holder].role if first.holder in pids else f"process {first.holder}"
-    return Verdict(
-        "LOCK_WAIT",
-        f"process {first.waiter} waits for a lock that {holder} holds ({first.path or f'inode {first.inode}'})",
-        HIGH,
-        phase=view.phase,
-        rank=pids[first.waiter].rank,
-        evidence=[f"/proc/locks: {w.waiter} waits for {w.holder} on {w.path or w.inode}" for w in waits[:5]],
-        next_steps=[
-            f"look at process {first.holder}; a lock on a network file system may have a holder on another host"
-        ],
-    )
+def compiles(view: View) -> bool:
+    """Compilers run, or a rank is inside one: whoever waits, waits for that."""
+    return bool(view.compilers) or any(_compiles(stack, view) for stack in view.evidence.stacks)
 
 
-@signature(Step.LOCKS)
-def stale_lock(view: View) -> Verdict | None:
-    """Ranks sleep for a lock file that nobody living holds."""
-    if view.compilers or view.healthy or view.progress or view.within_patience:
-        return None
-    waiting = [s for s in view.evidence.stacks if any(_LOCK_WAIT.search(frame) for frame in s.frames)]
-    stale = [f for f in view.evidence.lock_files if not f.holder and f.age_seconds > view.evidence.uptime > 0]
-    if not waiting or not stale:
-        return None
-    rank = next((p.rank for p in view.schedulers if p.pid == waiting[0].pid), None)
-    return Verdict(
-        "JIT_STALE_LOCK",
-        f"a compile lock that a dead process left is waited for: {stale[0].path}",
-        HIGH,
-        phase=view.phase,
-        rank=rank,
-        evidence=[f"{s.label} waits in {s.frames[0]}" for s in waiting] + [_age(f) for f in stale[:3]],
-        next_steps=[f"remove {stale[0].path}; nobody here has it open"],
-    )
+def _next_steps(view: View) -> list[str]:
+    deep = any(_EXPECTED.search(line) for line in view.evidence.log.tail)
+    return [
+        "wait (a cold DeepGEMM cache takes 10 to 20 min)" if deep or not view.was_ready else "wait: it ends by itself",
+        "keep the compile cache on a disk that survives, or ship a prebuilt one",
+    ]
 
 
-def _age(file: LockFile) -> str:
-    return f"{file.path}: {file.age_seconds:.0f} s old, older than the server, held by nobody"
+def _works(view: View) -> bool:
+    busy = any(t.cpu >= BUSY for p in view.schedulers for t in p.threads)
+    return bool(view.progress) or busy
+
+
+def _compiles(stack: Stack, view: View) -> bool:
+    if waits_for_lock(stack) or not _frame(stack):
+        return False
+    process = next((p for p in view.evidence.processes if p.pid == stack.pid), None)
+    return process is None or process.main is None or process.cpu > 0.05 or stack.state.startswith("active")
+
+
+def _frame(stack: Stack) -> str:
+    return next((f for f in [*stack.frames, *stack.native] if _COMPILING.search(f)), "")
 
 
 def _owner_rank(view: View) -> int | None:

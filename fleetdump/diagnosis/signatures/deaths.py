@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 
+from fleetdump.agent.evidence_types import ProcessFacts
 from fleetdump.diagnosis.registry import Step, signature
+from fleetdump.diagnosis.signatures.network import port_race
 from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
 from fleetdump.diagnosis.view import View
 
+SIGKILL = 9
 _KILLED = re.compile(r"Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)")
+
+_COMPILER = re.compile(r"(?:nvcc|cicc|ptxas|cudafe|ninja|cc1|clang)")
 
 
 @signature(Step.PROCESSES)
@@ -19,15 +24,21 @@ def out_of_memory(view: View) -> Verdict | None:
     if not gone or not (memory.oom_lines or memory.oom_kills):
         return None
     killed = [match for line in memory.oom_lines if (match := _KILLED.search(line))]
-    ours = [m for m in killed if m["name"].startswith(("sglang", "python", "pt_main"))]
+    ours = [m for m in killed if m["name"].startswith(("sglang", "python", "pt_main", "VLLM", "vllm", "ray::"))]
+    compilers = [m for m in killed if _COMPILER.match(m["name"])]
+    others = bool(killed) and not ours and not compilers and not memory.oom_kills
+    if others:
+        return None
     facts = [*memory.oom_lines[:4]]
+    facts += [f"{len(compilers)} of the killed are compilers: kernels were being built"] if compilers else []
     if memory.oom_kills:
         facts.append(f"the server's cgroup counts {memory.oom_kills} out-of-memory kills")
     rank = view.missing_ranks[0] if len(view.missing_ranks) == 1 else None
     return Verdict(
         "OOM_KILLED",
-        "the kernel's out-of-memory killer ended a process of this server",
-        HIGH if ours else MEDIUM,
+        "the kernel's out-of-memory killer ended a process of this server"
+        + (" while it compiled kernels" if compilers or view.compilers else ""),
+        HIGH if ours or (memory.oom_kills and any(p.exit_signal == SIGKILL for p in view.zombies)) else MEDIUM,
         phase=view.phase,
         rank=rank,
         evidence=facts,
@@ -91,12 +102,14 @@ def rank_crashed(view: View) -> Verdict | None:
 @signature(Step.PROCESSES)
 def dead_rank(view: View) -> Verdict | None:
     """A rank is gone without a word while the launcher lives: it waits for it, or answers for a dead engine."""
-    if not view.evidence.launcher_alive or not view.missing_ranks or view.evidence.log.crash:
+    gone = view.missing_ranks or view.engine_dead
+    if not view.evidence.launcher_alive or not gone or view.evidence.log.crash:
         return None
     several = len(view.missing_ranks) > 1
-    who = f"{'ranks' if several else 'rank'} {', '.join(map(str, view.missing_ranks))}"
-    verb = "are" if several else "is"
-    rank = view.crash_rank if several else view.missing_ranks[0]
+    listed = ", ".join(map(str, view.missing_ranks))
+    who = f"{'ranks' if several else 'rank'} {listed}" if listed and not view.engine_dead else "the engine core"
+    verb = "are" if several and not view.engine_dead else "is"
+    rank = view.crash_rank if len(view.missing_ranks) != 1 else view.missing_ranks[0]
     known = _trouble(view, "rank_died")
     facts = [*_gone_facts(view), *(known or ["the log names no exception: killed from outside, or by the kernel"])]
     if view.port_open:
@@ -132,7 +145,7 @@ def port_in_use(view: View) -> Verdict | None:
             evidence=[f"the listening socket of port {port.port} is held by {owner}", *_trouble(view, "port_in_use")],
             next_steps=["stop that process or choose another port in the inventory"],
         )
-    if "port_in_use" in log.troubles and not view.evidence.launcher_alive:
+    if "port_in_use" in log.troubles and not view.evidence.launcher_alive and not port_race(view):
         return Verdict(
             "PORT_IN_USE",
             f"the server found an address in use (port {port.port} or one of its internal ports)",
@@ -166,6 +179,11 @@ def _crash_facts(view: View) -> list[str]:
 
 def _gone_facts(view: View) -> list[str]:
     facts = [f"rank {rank}: no such process (or a zombie)" for rank in view.missing_ranks]
+    facts += [f"process {p.pid} ({p.label or p.name}) was ended by signal {p.exit_signal}" for p in _signalled(view)]
     if view.schedulers:
         facts.append("alive: " + ", ".join(f"{p.label} ({p.state})" for p in view.schedulers))
     return facts
+
+
+def _signalled(view: View) -> list[ProcessFacts]:
+    return [p for p in view.evidence.processes if p.state in "ZX" and p.exit_signal]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
+from fleetdump.diagnosis.types import HIGH, MEDIUM, Verdict
 from fleetdump.diagnosis.view import View, size
 
 FULL_BYTES = 1 << 20
@@ -14,19 +14,19 @@ LOCAL = ("127.0.0.1", "localhost", "0.0.0.0", "::1")  # noqa: S104
 def disk_full(view: View) -> Verdict | None:
     """A file system that the server writes to has no space or no inodes left."""
     full = [d for d in view.evidence.disks if d.total_bytes and (d.free_bytes < FULL_BYTES or d.free_inodes == 0)]
-    line = view.evidence.log.troubles.get("disk_full")
-    if not full and not line:
+    line = view.trouble("disk_full")
+    if not full:
         return None
     facts = [f"{d.path} ({d.use}, {d.fstype}): {size(d.free_bytes)} and {d.free_inodes} inodes free" for d in full]
     if line:
         facts.append(f"log: {line}")
-    if full and view.evidence.log.unterminated:
+    if view.evidence.log.unterminated:
         facts.append("the log ends in the middle of a line")
-    where = ", ".join(sorted({d.path for d in full})) or "a file system that has space again"
+    where = ", ".join(sorted({d.path for d in full}))
     return Verdict(
         "DISK_FULL",
         f"no space left on {where}",
-        HIGH if full else LOW,
+        HIGH,
         phase=view.phase,
         evidence=facts,
         next_steps=["free space there; the log may be cut off, so judge by the processes, then deploy again"],

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, WAIT, Verdict
 from fleetdump.diagnosis.view import LOAD_RATE, View, size
+
+TRICKLE_FAULTS = 5.0
+"""Major page faults a second that show a mapped file being read, however slowly."""
+_NETWORK = re.compile(r"nfs|lustre|fuse|ceph|gpfs|cifs|9p|virtiofs|beegfs")
 
 
 @signature(Step.PROGRESS)
 def loading(view: View) -> Verdict | None:
     """Bytes of the weights arrive."""
-    if view.phase != "weights" or not _starting(view) or view.read_rate < LOAD_RATE:
+    if not _loads(view):
         return None
     disk = sum(p.read_bytes_delta for p in view.schedulers) / max(view.evidence.seconds, 0.001)
     source = "disk" if disk > view.read_rate / 2 else "the page cache"
@@ -18,6 +24,8 @@ def loading(view: View) -> Verdict | None:
     faults = sum(p.majflt_delta for p in view.schedulers)
     if faults:
         facts.append(f"{faults} major page faults: the files are mapped, so random reads set the pace")
+    remote = sorted({d.fstype for d in view.evidence.disks if d.use == "model" and _NETWORK.search(d.fstype)})
+    facts += [f"the model lies on {', '.join(remote)}"] if remote else []
     if view.bar:
         facts.append(f"progress bar: {view.bar}")
     bar = f", {view.bar}" if view.bar else ""
@@ -26,18 +34,33 @@ def loading(view: View) -> Verdict | None:
         f"the weights are loading at {size(view.read_rate)}/s from {source}{bar}",
         HIGH,
         WAIT,
-        "weights",
+        view.phase,
         evidence=facts,
-        next_steps=["wait; a local NVMe copy or a warm page cache makes it faster"],
+        next_steps=[
+            "wait; a local NVMe copy or a warm page cache makes it faster",
+            *(["read whole files instead of mapping them (--load-format, a prefetching loader)"] if faults else []),
+        ],
     )
+
+
+def _loads(view: View) -> bool:
+    """Weights are read. After the last mark of the weights only bytes from a disk count: what else would be read
+    then is little and cached."""
+    seconds = max(view.evidence.seconds, 0.001)
+    disk = sum(p.read_bytes_delta for p in view.schedulers) / seconds
+    mapped = sum(p.majflt_delta for p in view.schedulers) / seconds >= TRICKLE_FAULTS and disk > 0
+    if not view.starting or view.port_open:
+        return False
+    if view.phase == "weights":
+        return view.read_rate >= LOAD_RATE or mapped
+    return view.phase == "kv_pool" and disk >= LOAD_RATE
 
 
 @signature(Step.PROGRESS)
 def start_in_progress(view: View) -> Verdict | None:
     """The start moves by any other measure, or has not been silent for as long as it may be."""
     quiet, allowed = view.silence
-    loads = view.phase == "weights" and view.read_rate >= LOAD_RATE
-    if not _starting(view) or loads or view.compilers:
+    if not view.starting or _loads(view) or view.compilers or (view.phase == "jit" and view.progress):
         return None
     if view.progress:
         return Verdict(
@@ -62,9 +85,3 @@ def start_in_progress(view: View) -> Verdict | None:
         ],
         next_steps=["ask again when the patience of this phase is over"],
     )
-
-
-def _starting(view: View) -> bool:
-    ready = view.evidence.log.ready or view.healthy
-    gone = view.missing_ranks or view.evidence.log.crash or not view.evidence.launcher_alive
-    return not ready and not gone and not any(p.state in "Tt" for p in view.members)

@@ -7,10 +7,10 @@ import re
 from fleetdump.agent.evidence_types import ProcessFacts
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import HIGH, MEDIUM, Verdict
-from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.view import View, name_of
 
 _DRIVER = re.compile(r"nvidia|uvm_|nv_|rm_ioctl")
-_XID = re.compile(r"Xid.*?: (?P<number>\d+)")
+_REMOTE = re.compile(r"\bnfs|rpc_wait|fuse_|request_wait_answer|lustre|ptlrpc|ceph|gpfs|cifs|9p_|p9_")
 
 
 @signature(Step.STOPPED)
@@ -20,14 +20,14 @@ def stopped_process(view: View) -> Verdict | None:
     if not stopped:
         return None
     first = stopped[0]
-    names = ", ".join(_name(p) for p in stopped)
+    names = ", ".join(name_of(p) for p in stopped)
     return Verdict(
         "STOPPED_PROCESS",
         f"{names} is stopped (state T): it runs on when it gets SIGCONT",
         HIGH,
         phase=view.phase_of(first),
         rank=first.rank,
-        evidence=[f"{_name(p)}: pid {p.pid}, state {p.state}" for p in stopped],
+        evidence=[f"{name_of(p)}: pid {p.pid}, state {p.state}" for p in stopped],
         next_steps=[
             f"kill -CONT {' '.join(str(p.pid) for p in stopped)}",
             "find out who stopped it (SIGSTOP, SIGTTOU)",
@@ -45,50 +45,65 @@ def tracer_attached(view: View) -> Verdict | None:
     held = [p for p in traced if p.state == "t"]
     return Verdict(
         "TRACER_ATTACHED",
-        f"{', '.join(_name(p) for p in traced)} is traced by process {first.tracer_pid}",
+        f"{', '.join(name_of(p) for p in traced)} is traced by process {first.tracer_pid}",
         HIGH if held else MEDIUM,
         phase=view.phase_of(first),
         rank=first.rank,
-        evidence=[f"{_name(p)}: pid {p.pid}, state {p.state}, TracerPid {p.tracer_pid}" for p in traced],
+        evidence=[f"{name_of(p)}: pid {p.pid}, state {p.state}, TracerPid {p.tracer_pid}" for p in traced],
         next_steps=[f"end the tracer (process {first.tracer_pid}): a debugger, strace or py-spy that was left behind"],
     )
 
 
 @signature(Step.HARDWARE)
 def driver_sleep(view: View) -> Verdict | None:
-    """State D in both samples with the GPU driver on the kernel stack."""
-    asleep = [p for p in view.members if p.state == "D" and p.state_before == "D"]
-    held = [p for p in asleep if any(_DRIVER.search(frame) for frame in p.kernel_stack)]
-    if not held:
+    """State D in both samples inside the GPU driver."""
+    asleep = [p for p in view.members if _asleep(p)]
+    smi = view.probe("nvidia-smi")
+    silent = bool(smi and not smi.ok and "no answer" in smi.detail)
+    hung = [line for line in view.kernel_since_start if "blocked for more than" in line]
+    held = [p for p in asleep if any(_DRIVER.search(frame) for frame in _where(p))]
+    guessed = [p for p in asleep if not _REMOTE.search(" ".join(_where(p)))] if silent and not held else []
+    if not held and not guessed and not (silent and hung):
         return None
-    first = held[0]
+    shown = held or guessed
+    facts = [f"{name_of(p)}: state D in both samples, in {' < '.join(_where(p)[:5]) or 'the kernel'}" for p in shown]
+    facts += [f"{name_of(p)}: SIGKILL is pending and does not end it" for p in shown if p.kill_pending]
+    facts += ["nvidia-smi does not return either"] if silent else []
+    who = name_of(shown[0]) if shown else "whoever calls it"
     return Verdict(
         "DRIVER_D_STATE",
-        f"{_name(first)} sleeps inside the GPU driver and cannot be killed",
-        HIGH,
-        phase=view.phase_of(first),
-        rank=first.rank,
-        evidence=[f"{_name(p)}: state D twice, kernel stack {' < '.join(p.kernel_stack[:5])}" for p in held],
+        f"{who} sleeps inside the GPU driver and cannot be killed",
+        HIGH if held else MEDIUM,
+        phase=view.phase_of(shown[0]) if shown else view.phase,
+        rank=shown[0].rank if shown else None,
+        evidence=[*facts, *hung[-3:]],
         next_steps=["reboot the host: no signal ends a process in state D"],
     )
 
 
-@signature(Step.HARDWARE)
-def xid(view: View) -> Verdict | None:
-    """The driver reported a GPU error, and the server is not healthy."""
-    lines = [line for line in view.evidence.kernel_log if "Xid" in line]
-    if not lines or view.healthy:
+@signature(Step.HOST)
+def remote_file_system(view: View) -> Verdict | None:
+    """A network file system does not answer: whoever touches it sleeps for ever."""
+    held = [p for p in view.members if _asleep(p) and any(_REMOTE.search(frame) for frame in _where(p))]
+    lines = [line for line in view.kernel_since_start if "not responding" in line]
+    if not held or view.progress:
         return None
-    numbers = sorted({match["number"] for line in lines if (match := _XID.search(line))}, key=int)
+    first = held[0]
     return Verdict(
-        "XID",
-        f"the GPU driver reported Xid {', '.join(numbers) or '(unreadable)'}",
-        HIGH if "79" in numbers else MEDIUM,
-        phase=view.phase,
-        evidence=lines[-5:],
-        next_steps=["drain the host; look the number up in NVIDIA's Xid catalogue (79: fallen off the bus, reboot)"],
+        "REMOTE_FS_HANG",
+        f"{name_of(first)} waits for a network file system that does not answer",
+        HIGH,
+        phase=view.phase_of(first),
+        rank=first.rank,
+        evidence=[f"{name_of(p)}: state D in both samples, in {' < '.join(_where(p)[:4])}" for p in held] + lines[-2:],
+        next_steps=["look at the file server and the mount; do not run df or ls there, they would hang too"],
     )
 
 
-def _name(process: ProcessFacts) -> str:
-    return process.label or process.role
+def _asleep(process: ProcessFacts) -> bool:
+    return process.state == "D" and process.state_before == "D"
+
+
+def _where(process: ProcessFacts) -> list[str]:
+    """Kernel functions it sleeps in: its stack, or the one name that anybody may read."""
+    return process.kernel_stack or ([process.main.wchan] if process.main and process.main.wchan else [])

@@ -11,7 +11,7 @@ from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import from_json
 from fleetdump.diagnosis import MEDIUM, OK, STALL, WAIT, diagnose
 
-CASES = Path(__file__).parents[1] / "cases"
+CASES = Path(__file__).parent / "recorded"
 
 EXPECTED = {
     # file: (codes that may come first, severity, phase, rank)
@@ -68,3 +68,29 @@ def test_without_ptrace_the_verdict_stands_at_lower_confidence(name: str) -> Non
 
 def test_every_case_is_expected() -> None:
     assert {path.stem for path in CASES.glob("*.json")} == set(EXPECTED)
+
+
+def test_custom_all_reduce_hides_the_late_rank_from_nccl() -> None:
+    """As with SGLang's own all-reduce: the same spin, and RAS has nothing to say."""
+    evidence = load("h200_spin_warmup")
+    evidence.ras.status, evidence.ras.mismatches = "OK", []
+    best = diagnose(evidence)[0]
+    assert (best.code, best.rank) == ("WARMUP_STALL", 1)
+
+
+def test_counts_tell_parted_ranks_from_a_kernel_without_end() -> None:
+    """Both GPUs at 100 %, both hosts in a launch: only NCCL's counts differ between the two causes."""
+    evidence = load("h200_gpu_spin")
+    assert diagnose(evidence)[0].code == "KERNEL_SPIN"
+    evidence.ras = load("h200_extra_allreduce").ras
+    evidence.ras.mismatches = [m for m in evidence.ras.mismatches if m.operation == "AllReduce"]
+    best = diagnose(evidence)[0]
+    assert best.code == "COLLECTIVE_DIVERGED"
+    assert "KERNEL_SPIN" not in {v.code for v in diagnose(evidence)}
+
+
+def test_counts_that_differ_in_passing_are_no_hang() -> None:
+    """A loaded healthy server showed 15716 against 15714."""
+    evidence = load("h200_resumed")
+    assert evidence.ras.status == "MISMATCH"
+    assert {v.severity for v in diagnose(evidence)} <= {OK, WAIT}

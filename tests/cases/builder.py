@@ -10,8 +10,10 @@ from fleetdump.agent.evidence_types import (
     LogFacts,
     PipeEnd,
     PortFacts,
+    ProbeRecord,
     ProcessFacts,
     RankMarks,
+    SocketFacts,
     Stack,
     SyscallCount,
     Target,
@@ -124,3 +126,60 @@ def serving(evidence: Evidence) -> None:
 def gpus(evidence: Evidence, *utilization: int) -> None:
     """nvidia-smi: busy GPUs at little power, as behind a waiting kernel."""
     evidence.gpus = [GpuFacts(n, u, 76_000, 130.0 if u else 120.0, 700.0) for n, u in enumerate(utilization)]
+
+
+def at_phase(evidence: Evidence, phase: str, *marks: str) -> None:
+    """Every rank has entered ``phase`` with ``marks``; so has the server."""
+    evidence.log.phase = phase
+    evidence.log.ranks = [
+        RankMarks(p.label, p.rank or 0, phase, list(marks)) for p in evidence.processes if p.role == "scheduler"
+    ]
+
+
+def all_ranks(evidence: Evidence) -> list[ProcessFacts]:
+    return [p for p in evidence.processes if p.role == "scheduler"]
+
+
+def wait_for_gpu(evidence: Evidence, power: float = 80.0, limit: float = 300.0, memory: int = 2200) -> None:
+    """Every rank waits for its GPU in a busy loop; every GPU is fully used at little power."""
+    for p in all_ranks(evidence):
+        spin(p, user=0.6)
+    evidence.gpus = [GpuFacts(n, 100, memory, power, limit) for n in range(len(all_ranks(evidence)))]
+
+
+def blocked_in(facts: ProcessFacts, wchan: str, syscall: str, fd: int = -1) -> None:
+    """Its main thread sleeps there."""
+    facts.main = ThreadFacts(facts.pid, facts.name, "S", wchan=wchan, syscall=syscall)
+    facts.syscall_fd = fd
+
+
+def disk_sleep(facts: ProcessFacts, *kernel_stack: str) -> None:
+    """State D in both samples."""
+    facts.state = facts.state_before = "D"
+    facts.main = ThreadFacts(facts.pid, facts.name, "D", wchan=kernel_stack[0], syscall="0 0x3")
+    facts.kernel_stack = list(kernel_stack)
+
+
+def dead(evidence: Evidence) -> None:
+    """No process of the server is left."""
+    evidence.launcher_alive, evidence.processes = False, []
+
+
+def connecting(facts: ProcessFacts, remote: str, state: str = "SYN_SENT") -> None:
+    facts.sockets.append(SocketFacts(20 + len(facts.sockets), state, "192.0.2.10:40000", remote))
+
+
+def failed_probe(evidence: Evidence, name: str, why: str) -> None:
+    evidence.probes.append(ProbeRecord(name, False, 0.1, why))
+
+
+def vllm(ranks: int = 2) -> Evidence:
+    """A vLLM server that serves: API process, engine core, one worker a rank (its log has no marks that we know)."""
+    evidence = server(ranks)
+    evidence.log.ranks = []
+    launcher(evidence).cmdline = "python -m vllm.entrypoints.openai.api_server --model /models/m"
+    for p in all_ranks(evidence):
+        p.name = "VLLM::Worker_TP"
+    evidence.processes.append(process(150, "engine", name="VLLM::EngineCor"))
+    serving(evidence)
+    return evidence

@@ -1,0 +1,196 @@
+"""GPUs that wait in a kernel, and ranks that have parted: counts, flight records, stacks and power together."""
+
+from __future__ import annotations
+
+import re
+
+from fleetdump.agent.evidence_types import FlightRecord, RankCount
+from fleetdump.diagnosis.registry import Step, signature
+from fleetdump.diagnosis.signatures.compiling import compiles
+from fleetdump.diagnosis.suspect import COLLECTIVES, Suspect, stack_facts, suspect
+from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
+from fleetdump.diagnosis.view import View
+
+BEFORE_CAPTURE = ("imports", "init", "weights", "kv_pool", "jit")
+_NVLINK = re.compile(r"^NV\d+$")
+_ALL_REDUCE = re.compile(
+    r"custom_all_?reduce|cross_device_reduce|one_?shot|two_?shot|trtllm_allreduce|all_?reduce", re.I
+)
+
+
+def stands_still(view: View) -> bool:
+    """Everybody lives, and nothing has moved for longer than it may."""
+    return view.complete and not (view.healthy or view.progress or compiles(view) or view.silent_too_short)
+
+
+@signature(Step.COLLECTIVES)
+def diverged(view: View) -> Verdict | None:
+    """Ranks have launched different collectives, or of different size."""
+    if not stands_still(view):
+        return None
+    facts = [*_flight_facts(view.evidence.flight), *_contradictions(view)]
+    if not facts:
+        return None
+    found = suspect(view)
+    size = any("sizes" in fact for fact in facts)
+    kind = "of different sizes" if size else "that do not match"
+    return Verdict(
+        "COLLECTIVE_DIVERGED",
+        f"the ranks are in collectives {kind}, so none of them ends",
+        HIGH,
+        phase=view.phase,
+        rank=_odd_one(view) if found.rank is None else found.rank,
+        evidence=[*facts, *found.facts, *stack_facts(view)],
+        next_steps=["look for code that only some ranks run (a condition on rank, a patch, an early return)"],
+    )
+
+
+def _flight_facts(records: list[FlightRecord]) -> list[str]:
+    """Ranks whose flight recorders disagree at the same sequence number."""
+    shapes = {(r.sequence, r.operation, tuple(r.sizes)) for r in records}
+    if len(records) < 2 or len(shapes) < 2 or len({r.sequence for r in records}) > 1:
+        return []
+    return [f"flight recorder, rank {r.rank}: {r.operation} number {r.sequence}, sizes {r.sizes}" for r in records]
+
+
+def _contradictions(view: View) -> list[str]:
+    """NCCL counts that cannot come from a rank that is merely late."""
+    mismatches = view.evidence.ras.mismatches
+    ahead = {tuple(sorted(one.pid or one.rank for one in m.ranks if one.count == _top(m.ranks))) for m in mismatches}
+    late_in_python = any(spin.kind == "python" for spin in view.spins)
+    all_wait = len(view.spins) == len(view.schedulers) and all(s.kind == "gpu" for s in view.spins)
+    if late_in_python or not mismatches or (len(ahead) < 2 and not all_wait):
+        return []
+    return ras_facts(view)
+
+
+def _top(ranks: list[RankCount]) -> int:
+    return max((one.count for one in ranks), default=0)
+
+
+def _odd_one(view: View) -> int | None:
+    """The one rank whose count is unlike all others' (of three or more)."""
+    for mismatch in view.evidence.ras.mismatches:
+        counts = [one.count for one in mismatch.ranks]
+        lonely = [one for one in mismatch.ranks if counts.count(one.count) == 1]
+        if len(counts) > 2 and len(lonely) == 1:
+            return next((p.rank for p in view.schedulers if p.pid == lonely[0].pid), lonely[0].rank)
+    return None
+
+
+def ras_facts(view: View) -> list[str]:
+    """What NCCL counted, in words."""
+    return [
+        f"NCCL RAS: {m.operation} counts differ: "
+        + ", ".join(f"rank {one.rank} launched {one.count or 'none'}" for one in m.ranks[:8])
+        for m in view.evidence.ras.mismatches
+    ]
+
+
+@signature(Step.COLLECTIVES)
+def peer_to_peer_blocked(view: View) -> Verdict | None:
+    """The first collective between GPUs on PCIe never ends: peer writes are dropped on their way."""
+    ranks = view.schedulers
+    if not stands_still(view) or view.port_open or len(ranks) < 2 or view.phase not in BEFORE_CAPTURE:
+        return None
+    found = suspect(view)
+    level = found.rank is None and not (found.diverged or view.evidence.ras.mismatches or view.late_ranks)
+    links = view.evidence.host.gpu_links
+    if not level or any(_NVLINK.match(link) for link in links) or view.evidence.target.nodes > 1:
+        return None
+    waiting = view.gpus_wait and len(view.spins) == len(ranks)
+    at_nccl = view.phase == "init" and all((m := view.marks_of(p)) and _at_nccl(m.nccl, m.last_line) for p in ranks)
+    if not (waiting or at_nccl):
+        return None
+    acs = view.evidence.host.acs_redirects
+    facts = _power_facts(view) if view.evidence.gpus else []
+    facts += [f"links between the GPUs: {', '.join(sorted(set(links)))}"] if links else []
+    facts += [f"{acs} PCIe bridges redirect peer traffic (ACSCtl ReqRedir+)"] if acs else []
+    facts += [f"{m.label}: last line {m.last_line!r}" for m in view.evidence.log.ranks if at_nccl and m.last_line]
+    facts += ["no rank stands out: all wait in the same place", *found.facts]
+    return Verdict(
+        "P2P_BLOCKED",
+        "the first collective between the GPUs never ends: peer-to-peer access over PCIe seems to be blocked",
+        HIGH if acs and waiting else MEDIUM if waiting and links else LOW,
+        phase=view.phase,
+        evidence=facts,
+        next_steps=[
+            "deploy once with NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce: if it starts, this was it",
+            "then switch ACS off on the PCIe bridges, or the IOMMU to pass-through (iommu=pt)",
+        ],
+    )
+
+
+def _at_nccl(stage: str, line: str) -> bool:
+    return stage in ("bootstrap", "init begin") or (not stage and "NCCL" in line)
+
+
+@signature(Step.COLLECTIVES)
+def kernel_spin(view: View) -> Verdict | None:
+    """Every host thread waits for a GPU, every GPU is busy at little power, and nobody has parted: a kernel never
+    ends."""
+    ranks = view.schedulers
+    if not stands_still(view) or not ranks or not view.gpus_wait or view.evidence.ras.mismatches:
+        return None
+    if (view.phase == "capture" and not view.port_open) or peer_to_peer_blocked(view):
+        return None
+    launching = [s for s in view.evidence.stacks if s.role in ("scheduler", "engine")]
+    hosts_wait = bool(view.spins) and all(s.kind in ("gpu", "unknown") for s in view.spins)
+    found = suspect(view)
+    if not hosts_wait or len(view.spins) < len(ranks) or (found.rank is not None and len(ranks) > 1) or found.diverged:
+        return None
+    native = [frame for s in launching for frame in s.native]
+    named = next((frame for frame in native if _ALL_REDUCE.search(frame)), "")
+    what = " of the custom all-reduce" if named else ""
+    sure = view.evidence.ras.status == "OK" or bool(named)
+    facts = [*_power_facts(view), *found.facts]
+    facts += ["NCCL RAS: all ranks have launched the same operations"] if view.evidence.ras.status == "OK" else []
+    facts += [f"native frame: {named}"] if named else []
+    return Verdict(
+        "KERNEL_SPIN",
+        f"a GPU kernel{what} never ends, and every rank waits for it",
+        HIGH if sure else MEDIUM,
+        phase=view.phase,
+        evidence=facts,
+        next_steps=[
+            "try --disable-custom-all-reduce, then other attention and MoE backends",
+            "take native stacks with --deep; on one GPU alone, cuda-gdb names the kernel",
+        ],
+    )
+
+
+def _power_facts(view: View) -> list[str]:
+    return [
+        f"GPU {g.index}: {g.utilization} % busy at {g.power:.0f} of {g.power_limit:.0f} W, so it waits in a kernel"
+        for g in view.evidence.gpus[:8]
+    ]
+
+
+@signature(Step.COLLECTIVES)
+def capture(view: View) -> Verdict | None:
+    """Graph capture stands still on all ranks, and none of them stands out."""
+    if not stands_still(view) or view.port_open or view.phase != "capture":
+        return None
+    found = suspect(view)
+    if found.rank is not None:
+        return None
+    stacks = bool(view.evidence.stacks)
+    steps = ["deploy once with --disable-cuda-graph: if it starts, look at what the graph's batch sizes have in common"]
+    if not stacks:
+        steps.insert(0, "take the evidence again with --deep: the stacks of every rank decide")
+    return Verdict(
+        "GRAPH_CAPTURE",
+        f"graph capture stands still{f' at {view.bar}' if view.bar else ''}, and no rank stands out",
+        MEDIUM if stacks else LOW,
+        phase="capture",
+        evidence=[*_capture_facts(view, found), *(_power_facts(view) if view.gpus_wait else [])],
+        next_steps=steps,
+    )
+
+
+def _capture_facts(view: View, found: Suspect) -> list[str]:
+    labels = [m.label for m in view.evidence.log.ranks if m.phase == "capture"]
+    where = {s.label: m["name"] for s in view.evidence.stacks for f in s.frames[:5] if (m := COLLECTIVES.match(f))}
+    facts = [f"in graph capture: {', '.join(labels)}", "no compiler runs"]
+    facts += [f"{label} is in {name}" for label, name in sorted(where.items()) if label]
+    return [*facts, *found.facts, *stack_facts(view)]

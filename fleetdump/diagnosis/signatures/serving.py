@@ -1,0 +1,67 @@
+"""Open ports behind which one thread is busy with something else: grammar compilation, the HTTP server's own loop."""
+
+from __future__ import annotations
+
+from fleetdump.diagnosis.registry import Step, signature
+from fleetdump.diagnosis.types import HIGH, MEDIUM, WAIT, Verdict
+from fleetdump.diagnosis.view import FEW_SWITCHES, SPIN_CPU, View, name_of
+
+
+@signature(Step.ANSWERING)
+def grammar(view: View) -> Verdict | None:
+    """A thread compiles a grammar or schema for structured output."""
+    if not view.grammar_stacks or view.evidence.log.forwards:
+        return None
+    stack, frame = view.grammar_stacks[0]
+    process = next((p for p in view.evidence.processes if p.pid == stack.pid), None)
+    who = stack.label or stack.role
+    health = view.answer("/health")
+    facts = [f"{who} is in {frame}"]
+    facts += [f"{who}: {process.cpu:.0%} of a core"] if process else []
+    facts += [f"GET /health: {health.status or health.error} (the HTTP server itself is well)"] if health else []
+    facts += [f"GPUs: {', '.join(f'{g.utilization} %' for g in view.evidence.gpus)}"] if view.evidence.gpus else []
+    return Verdict(
+        "GRAMMAR_COMPILE",
+        "a grammar for structured output is being compiled; it can take minutes to hours for a deep schema",
+        HIGH if process and process.cpu > 0.5 else MEDIUM,
+        WAIT,
+        view.phase,
+        rank=process.rank if process else None,
+        evidence=facts,
+        next_steps=["find the request with the deep schema and cancel it; limit schema depth in front of the server"],
+    )
+
+
+@signature(Step.ANSWERING)
+def api_loop(view: View) -> Verdict | None:
+    """The HTTP process burns a core and answers nobody, while the schedulers poll for requests."""
+    launcher = view.launcher
+    busy = view.api_process
+    if not view.port_open or view.healthy or busy is None or launcher is None or not view.complete:
+        return None
+    idle = [p for p in view.schedulers if _polls(p.main.voluntary if p.main else 0.0, p.main.cpu if p.main else 0.0)]
+    if len(idle) < len(view.schedulers) or view.forwards or not view.schedulers:
+        return None
+    assert busy.main is not None
+    stack = view.stack(busy)
+    facts = [
+        f"{name_of(busy)} main thread: {busy.main.cpu:.0%} of a core, {busy.main.voluntary:.0f} switches a second",
+        *(f"GET {h.path}: {h.status or h.error} in {h.seconds:.1f} s" for h in view.evidence.http),
+        *(f"{p.label} polls for requests" for p in idle),
+    ]
+    facts += [f"it is at {stack.frames[0]}"] if stack and stack.frames else []
+    line = view.trouble("detokenizer_silent")
+    return Verdict(
+        "API_LOOP_BLOCKED",
+        "the HTTP server's event loop is stuck in its own code; the schedulers are free and get nothing",
+        HIGH if stack else MEDIUM,
+        phase=view.phase,
+        evidence=[*facts, *([f"log: {line}"] if line else [])],
+        next_steps=[
+            "take its stack with --deep; restart it; use --tokenizer-worker-num, or limit what one request asks"
+        ],
+    )
+
+
+def _polls(voluntary: float, cpu: float) -> bool:
+    return voluntary >= FEW_SWITCHES and cpu < SPIN_CPU
