@@ -9,6 +9,10 @@
     captures: true                      # it writes hidden states; default false
     files: [fleetdump_tap.py]           # of this directory, put beside the engine's package
     server_args: [--disable-radix-cache]
+    changes:                            # any files of the package; the first that is for the release is applied
+      - diff: sglang-0.5.20.patch       # of this directory: a unified diff ...
+        first_release: 0.5.20           # (releases as below)
+      - script: apply_change.py         # ... or a script that edits the copy of the package that it is given
     edits:
       - module: sglang.srt.models.deepseek_v2
         class: DeepseekV2Model
@@ -21,12 +25,18 @@
         insertions:
           - at: loop-head               # module-imports, method-head, loop-head or after-loop
             lines: ["tap.enter(i, hidden_states, residual)"]
+
+One of ``edits`` and ``changes`` is enough. A directory without ``patch.yaml`` that holds one ``*.patch`` or ``*.diff``
+file, or one ``apply_*.py``, is a patch too: for any release, called like the directory, its version the beginning of
+its hash.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
+import dataclasses
 import hashlib
 import importlib.resources
 import json
@@ -38,13 +48,15 @@ from typing import Any
 
 from yaml.nodes import Node
 
-from fleetdump.agent.protocol import Edit, Insertion, PatchSpec, to_json
+from fleetdump.agent import unidiff
+from fleetdump.agent.protocol import Edit, Insertion, PackageChange, PatchSpec, to_json
 from fleetdump.errors import UsageError
 from fleetdump.suggest import did_you_mean
 from fleetdump.yamlmarks import Mistake, Reader, Schema, Wrong, YamlError
 
 PATCH_FILE = "patch.yaml"
 PLACES = ("module-imports", "method-head", "loop-head", "after-loop")
+LONE_FILES = ("*.patch", "*.diff", "apply_*.py")
 MAX_PATCH_FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _RELEASE = re.compile(r"[0-9]+(\.[0-9]+)*((a|b|rc|\.post|\.dev)[0-9]+)*\Z")
@@ -64,12 +76,11 @@ def find_patch(name_or_path: str) -> Path:
     """
     if "/" in name_or_path:
         directory = Path(os.path.expanduser(name_or_path))
-        if not (directory / PATCH_FILE).is_file():
-            raise UsageError(
-                "no patch there", str(directory), f"it has no {PATCH_FILE}", "give a patch directory or name"
-            )
+        if not (directory / PATCH_FILE).is_file() and not _lone_changes(directory):
+            why = f"it has no {PATCH_FILE}, and no diff or apply_*.py either"
+            raise UsageError("no patch there", str(directory), why, "give a patch directory or name")
         return directory
-    known = dict(_known_patches())
+    known = dict(known_patches())
     if name_or_path not in known:
         raise UsageError(
             f"no patch is called {name_or_path!r}{did_you_mean(name_or_path, known)}",
@@ -79,11 +90,17 @@ def find_patch(name_or_path: str) -> Path:
     return known[name_or_path]
 
 
-def _known_patches() -> Iterator[tuple[str, Path]]:
+def known_patches() -> Iterator[tuple[str, Path]]:
     """Name and directory of each; a later one of the same name wins, so the user's own come last."""
     for root in _patch_roots():
-        for patch_file in sorted(root.glob(f"*/{PATCH_FILE}")):
-            yield patch_file.parent.name, patch_file.parent
+        for directory in sorted(root.glob("*/")):
+            if (directory / PATCH_FILE).is_file() or _lone_changes(directory):
+                yield directory.name, directory
+
+
+def _lone_changes(directory: Path) -> list[Path]:
+    """The diffs and scripts of a directory, of which there must be just one where it has no ``patch.yaml``."""
+    return sorted(path for pattern in LONE_FILES for path in directory.glob(pattern) if path.is_file())
 
 
 def _patch_roots() -> Iterator[Path]:
@@ -96,22 +113,48 @@ def _patch_roots() -> Iterator[Path]:
 
 def load_patch(path: Path) -> PatchSpec:
     """Read a patch directory. Raises ``PatchError`` with every mistake, each with its line in ``patch.yaml``."""
+    if not (path / PATCH_FILE).is_file() and (lone := _lone_changes(path)):
+        return _load_lone(path, lone)
     reader = Reader(path / PATCH_FILE)
     values: dict[str, Any] = {}
     root = reader.document()
     if root is not None:
         with contextlib.suppress(Wrong):
-            values = reader.fields(root, "", _PATCH, required=("name", "version", "edits"))
+            values = reader.fields(root, "", _PATCH, required=("name", "version"))
+            if not {"edits", "changes"} & (values.keys() | reader.wrong_keys):
+                reader.note(root, "key 'edits' is missing, or 'changes'")
     if reader.mistakes:
         raise PatchError(reader.path, reader.mistakes)
     values.pop("description", None)
-    return PatchSpec(sha256=patch_sha256(values["edits"], values.get("files", {})), **values)
+    values.setdefault("edits", [])
+    changes = values.get("changes", [])
+    return PatchSpec(sha256=patch_sha256(values["edits"], values.get("files", {}), changes), **values)
 
 
-def patch_sha256(edits: list[Edit], files: dict[str, str]) -> str:
-    """The identity of a patch: SHA-256 over the canonical JSON of its edits and files."""
-    text = json.dumps({"edits": to_json(edits), "files": files}, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+def _load_lone(directory: Path, lone: list[Path]) -> PatchSpec:
+    """A directory that holds nothing but one diff or script."""
+    reader = Reader(lone[0])
+    change = None
+    name = directory.resolve().name
+    if len(lone) > 1:
+        reader.note(
+            0, f"{directory} holds {len(lone)} diffs and scripts, and no {PATCH_FILE} that says which is for what"
+        )
+    elif not _NAME.match(name):
+        reader.note(0, f"{name!r} is not a name for a patch (letters, digits, '.', '_', '-')")
+    else:
+        with contextlib.suppress(Wrong):
+            change = _read_change(reader, 0, lone[0], "script" if lone[0].suffix == ".py" else "diff")
+    if change is None:
+        raise PatchError(reader.path, reader.mistakes)
+    digest = patch_sha256([], {}, [change])
+    return PatchSpec(name, digest[:12], digest, edits=[], changes=[change])
+
+
+def patch_sha256(edits: list[Edit], files: dict[str, str], changes: list[PackageChange] | None = None) -> str:
+    """The identity of a patch: SHA-256 over the canonical JSON of its edits, files and, where it has any, changes."""
+    content = {"edits": to_json(edits), "files": files, **({"changes": to_json(changes)} if changes else {})}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 # --------------------------------------------------------------------------- parsers of patch.yaml
@@ -196,6 +239,46 @@ def _files(reader: Reader, node: Node, what: str) -> dict[str, str]:
     return dict(reader.list_of(_patch_file, node, what))
 
 
+def _change(reader: Reader, node: Node, what: str) -> PackageChange:
+    values = reader.fields(node, what, _CHANGE)
+    kinds = [kind for kind in ("diff", "script") if kind in values]
+    if len(kinds) != 1:
+        reader.fail(node, f"{what}: needs one of 'diff' and 'script'")
+    change = _read_change(reader, node, reader.path.parent / values.pop(kinds[0]), kinds[0])
+    return dataclasses.replace(change, **values)
+
+
+def _read_change(reader: Reader, node: Node | int, path: Path, kind: str) -> PackageChange:
+    """A diff or script, read and looked at: what is wrong with it should not first be found on a host."""
+    try:
+        data = path.read_bytes()
+        if len(data) > MAX_PATCH_FILE_BYTES:
+            reader.fail(node, f"{path.name} is larger than {MAX_PATCH_FILE_BYTES >> 20} MiB")
+        if kind == "diff":
+            unidiff.parse(data)
+        else:
+            ast.parse(data)
+    except OSError as error:
+        reader.fail(node, f"{path.name} cannot be read: {error.strerror}")
+    except (unidiff.DiffError, SyntaxError, ValueError) as error:
+        reader.fail(node, f"{path.name}: {error}")
+    return PackageChange(kind, path.name, base64.b64encode(data).decode())
+
+
+def _script_name(reader: Reader, node: Node, what: str) -> str:
+    name = _name(reader, node, what)
+    if not name.endswith(".py"):
+        reader.fail(node, f"{what}: {name} is not a Python script (x.py)")
+    return name
+
+
+def _changes(reader: Reader, node: Node, what: str) -> list[PackageChange]:
+    changes = reader.list_of(_change, node, what)
+    if not reader.items(node, what):
+        reader.fail(node, f"{what}: has no change")
+    return changes
+
+
 def _insertion(reader: Reader, node: Node, what: str) -> Insertion:
     values = reader.fields(node, what, _INSERTION, required=_INSERTION)
     if len(values) < len(_INSERTION):
@@ -226,6 +309,13 @@ def _edits(reader: Reader, node: Node, what: str) -> list[Edit]:
     return edits
 
 
+_CHANGE: Schema = {
+    "diff": _name,
+    "script": _script_name,
+    "first_release": _release,
+    "last_release": _release,
+    "verified": _releases,
+}
 _INSERTION: Schema = {"at": _place, "lines": _code}
 _EDIT: Schema = {
     "module": _module,
@@ -247,4 +337,5 @@ _PATCH: Schema = {
     "files": _files,
     "server_args": _texts,
     "edits": _edits,
+    "changes": _changes,
 }

@@ -46,7 +46,9 @@ def blocked(key: str, failure: AgentFailure) -> Finding:
 
 
 # --------------------------------------------------------------------------- engine, patch, model
-def check_engine(interpreter: Interpreter, spec: Optional[PatchSpec], ctx: AgentContext) -> Checked:
+def check_engine(
+    interpreter: Interpreter, spec: Optional[PatchSpec], ctx: AgentContext, delivery: str = patching.IN_PLACE
+) -> Checked:
     """The server's interpreter, its sglang, and whether ``spec`` is applied or would apply."""
     try:
         facts = engine.query(interpreter.python, env={**inherited_environment(), **interpreter.env})
@@ -61,19 +63,22 @@ def check_engine(interpreter: Interpreter, spec: Optional[PatchSpec], ctx: Agent
         if spec is None:
             level = "warning" if state.state == "unknown" else "ok"
             found.findings.append(Finding("patch", level, f"patch state: {state.state} {state.patch}".strip()))
-        elif state.state == "ours":
+        elif state.state == "ours" and delivery == patching.IN_PLACE:
             found.findings.append(Finding("patch", "ok", f"patch {spec.name} {spec.version} is applied"))
         else:
-            found.findings.append(_would_apply(interpreter, spec, ctx))
+            found.findings.append(_would_apply(interpreter, spec, ctx, delivery))
     except AgentFailure as failure:
         found.findings.append(blocked("patch", failure))
     return found
 
 
-def _would_apply(interpreter: Interpreter, spec: PatchSpec, ctx: AgentContext) -> Finding:
-    plan = patching.patch(PatchArgs(interpreter.python, spec, dry_run=True, env=interpreter.env), ctx)
+def _would_apply(interpreter: Interpreter, spec: PatchSpec, ctx: AgentContext, delivery: str) -> Finding:
+    args = PatchArgs(interpreter.python, spec, dry_run=True, env=interpreter.env, delivery=delivery)
+    plan = patching.patch(args, ctx)
     text = f"patch {spec.name} {spec.version} would apply"
-    if plan.before.state == "other":
+    if delivery == patching.IMPORT_HOOK:
+        text += " through the import hook"
+    elif plan.before.state == "other":
         text += f", replacing {plan.before.patch} {plan.before.version}"
     if plan.verified:
         return Finding("patch", "ok", text)

@@ -217,10 +217,29 @@ class Edit:
 
 
 @dataclass
+class PackageChange:
+    """A change of any files of the engine's package. ``kind``: ``diff`` (a unified diff) or ``script`` (a Python script
+    that edits a copy of the package). ``data`` is the file's bytes, base64. ``verified`` lists releases that tests
+    have run."""
+
+    kind: str
+    name: str
+    data: str
+    first_release: str = ""
+    last_release: str = ""
+    verified: List[str] = field(default_factory=list)
+
+
+DELIVERIES = ("in-place", "import-hook")
+"""How a patch comes into the engine: in its files, or in the launched process alone, as the module is imported."""
+
+
+@dataclass
 class PatchSpec:
-    """A patch as data: for each module the first edit that fits is applied; ``files`` (name to text) go beside the
-    engine's package in site-packages. ``sha256`` identifies edits and files together. ``mark`` is a string that
-    every rank must log before the server counts as ready (empty: none)."""
+    """A patch as data. Of ``changes`` the first that fits the release is applied, then for each module the first of
+    ``edits`` that fits; ``files`` (name to text) go beside the engine's package in site-packages. ``sha256``
+    identifies edits, files and changes together. ``mark`` is a string that every rank must log before the server
+    counts as ready (empty: none)."""
 
     name: str
     version: str
@@ -230,6 +249,7 @@ class PatchSpec:
     mark: str = ""
     captures: bool = False
     server_args: List[str] = field(default_factory=list)
+    changes: List[PackageChange] = field(default_factory=list)
 
 
 @dataclass
@@ -258,6 +278,7 @@ class ProbeArgs:
     need_bytes: int = 0
     layers: List[int] = field(default_factory=list)
     """Entry ids that the capture wants, to be checked against the model's number of layers."""
+    delivery: str = "in-place"
 
 
 @dataclass
@@ -336,13 +357,16 @@ class ProbeResult:
 @dataclass
 class PatchArgs:
     """Apply (or only plan) a patch to the engine that ``python`` imports with ``env`` set. Applying twice changes
-    nothing."""
+    nothing. ``force``: a file that somebody else edited is taken as it is, and one that was edited after our patch is
+    put aside in the state directory. ``delivery`` import-hook is planned only: ``launch`` delivers it."""
 
     python: str
     patch: PatchSpec
     dry_run: bool = False
     env: Dict[str, str] = field(default_factory=dict)
     """As in ``Interpreter``."""
+    force: bool = False
+    delivery: str = "in-place"
 
 
 @dataclass
@@ -355,15 +379,19 @@ class PatchResult:
     engine: str
     verified: bool
     diff: str = ""
+    kept: List[str] = field(default_factory=list)
+    """Copies of files that ``force`` overwrote."""
 
 
 @dataclass
 class RevertArgs:
-    """Restore the engine that ``python`` imports with ``env`` set, byte for byte."""
+    """Restore the engine that ``python`` imports with ``env`` set, byte for byte. ``force``: files that were edited
+    after our patch are put aside in the state directory and restored too."""
 
     python: str
     env: Dict[str, str] = field(default_factory=dict)
     """As in ``Interpreter``."""
+    force: bool = False
 
 
 @dataclass
@@ -386,6 +414,7 @@ class LaunchArgs:
     patch: Optional[PatchSpec] = None
     capture: Optional[CaptureSpec] = None
     replace: bool = False
+    delivery: str = "in-place"
 
 
 @dataclass

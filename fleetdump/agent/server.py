@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, List, Optional, Set, Tuple
 
-from fleetdump.agent import engine, procfs
+from fleetdump.agent import engine, importhook, procfs
 from fleetdump.agent.arguments import merge_arguments, refuse_own_options
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.formats import SERVER_NAME
 from fleetdump.agent.jsonl import write_json
+from fleetdump.agent.patching import IMPORT_HOOK
 from fleetdump.agent.procfs import ProcSample, is_alive
 from fleetdump.agent.protocol import (
     AgentFailure,
@@ -50,7 +51,8 @@ class ServerRecord:
     not known yet. ``ready``, ``phase`` and ``lines`` are kept up to date by ``watch``; ``stopped_at`` is set by
     ``stop``. ``identity`` is the SHA-256 of the full argv, environment, patch and capture settings: a launch with the
     same identity is the same server. ``boot`` is the kernel's boot id: start times count from boot.
-    ``import_env`` are the values of ``protocol.IMPORT_VARIABLES`` in its environment, for workers of this server."""
+    ``import_env`` are the values of ``protocol.IMPORT_VARIABLES`` in its environment, for workers of this server;
+    ``delivery`` is how its patch came in (``protocol.DELIVERIES``)."""
 
     name: str
     pid: int
@@ -77,6 +79,7 @@ class ServerRecord:
     capture_dir: str = ""
     boot: str = ""
     import_env: Dict[str, str] = field(default_factory=dict)
+    delivery: str = "in-place"
     v: int = 1
 
 
@@ -166,8 +169,14 @@ def launch(args: LaunchArgs, ctx: AgentContext) -> LaunchResult:
         if not args.replace:
             raise _already_runs(record)
     _check(args, {m.pid for m in members})
+    by_hook = args.patch is not None and args.delivery == IMPORT_HOOK
+    edits = importhook.plan(args.server, args.patch, ctx) if args.patch is not None and by_hook else []
     if record and members:
         _end(record, ctx, grace=30.0)
+    if args.patch is not None and by_hook:
+        hook = ctx.state.server(args.server.name) / "hook"
+        importhook.write(hook, args.patch, edits)
+        plan.hook = str(hook)
     return _start(args, plan, ctx)
 
 
@@ -178,6 +187,8 @@ class _LaunchPlan:
     argv: List[str]
     env: Dict[str, str]
     identity: str
+    hook: str = ""
+    """The import hook's folder, where the patch is delivered so."""
 
 
 def _plan(args: LaunchArgs) -> _LaunchPlan:
@@ -200,6 +211,8 @@ def _plan(args: LaunchArgs) -> _LaunchPlan:
     if spec.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
     what = [argv, env, args.patch.sha256 if args.patch else "", to_json(args.capture)]
+    if args.delivery == IMPORT_HOOK:
+        what.append(args.delivery)
     identity = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     return _LaunchPlan(argv, env, identity)
 
@@ -280,8 +293,11 @@ def _start(args: LaunchArgs, plan: _LaunchPlan, ctx: AgentContext) -> LaunchResu
         capture_dir=os.path.expanduser(capture.dir) if capture else "",
         boot=boot_id(),
         import_env=spec.interpreter.env,
+        delivery=args.delivery,
     )
     env = {**inherited_environment(), **plan.env, "FLEETDUMP_LAUNCH_ID": record.launch_id}
+    if plan.hook:
+        env = importhook.environment(Path(plan.hook), env)
     if capture is not None:
         directory = os.path.expanduser(capture.dir)
         _make_capture_dir(ctx.state, Path(directory))
