@@ -19,7 +19,7 @@ EDITED = "edited-source"
 """No Python name: nothing in that folder can be imported by accident."""
 
 
-def plan(server: ServerSpec, patch: PatchSpec, ctx: AgentContext) -> List[Change]:
+def plan(server: ServerSpec, patch: PatchSpec, force: bool, ctx: AgentContext) -> List[Change]:
     """The edits that the server's process will make. Raises ``AgentFailure``: usage for a patch that changes files by
     a diff or script, conflict for an engine whose files hold a patch of ours or that the patch does not fit."""
     if patch.changes:
@@ -30,7 +30,7 @@ def plan(server: ServerSpec, patch: PatchSpec, ctx: AgentContext) -> List[Change
             next_step="deploy it with --delivery in-place",
         )
     interpreter = server.interpreter
-    args = PatchArgs(interpreter.python, patch, dry_run=True, env=interpreter.env, delivery=IMPORT_HOOK)
+    args = PatchArgs(interpreter.python, patch, True, interpreter.env, force, IMPORT_HOOK)
     return plan_on_clean(args, ctx)
 
 

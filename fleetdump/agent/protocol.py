@@ -320,6 +320,8 @@ class ServerState:
     phase: str = ""
     started_at: float = 0.0
     uptime: float = 0.0
+    delivery: str = "in-place"
+    """How its patch came in, one of ``DELIVERIES``."""
 
 
 @dataclass
@@ -415,6 +417,8 @@ class LaunchArgs:
     capture: Optional[CaptureSpec] = None
     replace: bool = False
     delivery: str = "in-place"
+    force: bool = False
+    """For the import hook, as in ``PatchArgs``."""
 
 
 @dataclass

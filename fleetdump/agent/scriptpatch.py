@@ -175,6 +175,8 @@ def _untouched(package: Package, script: str) -> Iterator[None]:
         made = sorted(after - set(before))
         for path in made:
             patchrecord.remove(path)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
     if written or made:
         where = str((written + made)[0])
         raise _refused(

@@ -148,6 +148,7 @@ def server_state(record: ServerRecord) -> ServerState:
         phase=record.phase,
         started_at=record.started_at,
         uptime=time.time() - record.started_at if running else 0.0,
+        delivery=record.delivery,
     )
 
 
@@ -169,13 +170,13 @@ def launch(args: LaunchArgs, ctx: AgentContext) -> LaunchResult:
         if not args.replace:
             raise _already_runs(record)
     _check(args, {m.pid for m in members})
-    by_hook = args.patch is not None and args.delivery == IMPORT_HOOK
-    edits = importhook.plan(args.server, args.patch, ctx) if args.patch is not None and by_hook else []
+    by_hook = args.patch if args.delivery == IMPORT_HOOK else None
+    edits = importhook.plan(args.server, by_hook, args.force, ctx) if by_hook else []
     if record and members:
         _end(record, ctx, grace=30.0)
-    if args.patch is not None and by_hook:
+    if by_hook:
         hook = ctx.state.server(args.server.name) / "hook"
-        importhook.write(hook, args.patch, edits)
+        importhook.write(hook, by_hook, edits)
         plan.hook = str(hook)
     return _start(args, plan, ctx)
 

@@ -173,9 +173,10 @@ def _refuse_running(host: Host, plan: DeployPlan) -> None:
     names = {server.name for server in host.config.servers}
     for server in status.servers:
         alive = server.state in ("starting", "ready")
-        if alive and server.name in names and server.patch != wanted:
+        other = server.patch != wanted or (wanted and server.delivery != plan.delivery)
+        if alive and server.name in names and other:
             raise HostError(
-                f"server {server.name} is running (pid {server.pid}) with another patch",
+                f"server {server.name} is running (pid {server.pid}) with another patch, or one delivered otherwise",
                 host.config.name,
                 "changing the engine under a running server would mix two versions",
                 "add --replace to stop it and start it anew, or fleetdump stop first",
@@ -227,6 +228,7 @@ def _launch(host: Host, plan: DeployPlan, server: ServerSpec, on_event: Event) -
         capture=host.config.capture.spec() if captures else None,
         replace=plan.replace,
         delivery=plan.delivery if plan.patch else "in-place",
+        force=plan.force,
     )
     launched = host.call(args, LaunchResult, verb="launch", deadline=LAUNCH_DEADLINE)
     if not launched.reused:
