@@ -53,6 +53,13 @@ class FleetdumpError(Exception):
         return f"{head} ({self.why})" if self.why else head
 
 
+def of_local_file(error: OSError, where: str = "") -> FleetdumpError:
+    """The error for a file of this machine that cannot be read or written."""
+    place = str(error.filename) if error.filename else "a file of this machine"
+    step = "check that path, its permissions and the free space on this machine"
+    return FleetdumpError(f"{place} cannot be used", where, error.strerror or str(error), step)
+
+
 class UsageError(FleetdumpError):
     """Wrong command line, inventory or data file; nothing was done on any host."""
 

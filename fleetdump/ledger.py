@@ -17,6 +17,7 @@ from typing import Any
 
 from fleetdump.agent.formats import ManifestLine, RejectedLine
 from fleetdump.agent.protocol import ShardInfo
+from fleetdump.errors import UsageError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -97,10 +98,18 @@ class Ledger:
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30.0)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.executescript(SCHEMA)
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30.0)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(SCHEMA)
+        except sqlite3.Error as error:
+            raise UsageError(
+                "the run's ledger cannot be used",
+                str(path),
+                str(error),
+                "check its permissions; a damaged one may be moved away: fleetdump collect rebuilds it from the hosts",
+            ) from error
 
     def __enter__(self) -> Ledger:
         return self

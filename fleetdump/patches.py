@@ -8,7 +8,13 @@
     mark: FLEETDUMP_TAP ready           # each rank logs it before the server counts as ready; optional
     captures: true                      # it writes hidden states; default false
     files: [fleetdump_tap.py]           # of this directory, put beside the engine's package
-    server_args: [--disable-radix-cache]
+    server_args:                        # text, or a flag of some releases
+      - --disable-radix-cache
+      - {flag: --disable-prefill-cuda-graph, first_release: 0.5.14, why: a replayed graph runs no Python}
+    architectures:                      # of models: only the modules that they run are patched; optional
+      DeepseekV3ForCausalLM: [sglang.srt.models.deepseek_v2]
+    refused:                            # architectures that the patch would be wrong for, and why; optional
+      DeepseekV4ForCausalLM: its residual stream is not one vector a token
     changes:                            # any files of the package; the first that is for the release is applied
       - diff: sglang-0.5.20.patch       # of this directory: a unified diff ...
         first_release: 0.5.20           # (releases as below)
@@ -20,8 +26,8 @@
         first_release: 0.5.10           # both ends optional
         last_release: 0.5.20
         verified: [0.5.20]
-        present: [hidden_states]        # locals the method must assign ...
-        absent: [aux]                   # ... and must not
+        present: [hidden_states]        # locals the method must have, or the module import ...
+        absent: [aux]                   # ... and locals it must not have
         insertions:
           - at: loop-head               # module-imports, method-head, loop-head or after-loop
             lines: ["tap.enter(i, hidden_states, residual)"]
@@ -44,21 +50,24 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from yaml.nodes import Node
+from yaml.nodes import MappingNode, Node
 
 from fleetdump.agent import unidiff
-from fleetdump.agent.protocol import Edit, Insertion, PackageChange, PatchSpec, to_json
+from fleetdump.agent.protocol import Edit, Insertion, PackageChange, PatchSpec, ReleaseArg, to_json
 from fleetdump.errors import UsageError
 from fleetdump.suggest import did_you_mean
-from fleetdump.yamlmarks import Mistake, Reader, Schema, Wrong, YamlError
+from fleetdump.yamlmarks import Mistake, Parser, Reader, Schema, Wrong, YamlError
+
+T = TypeVar("T")
 
 PATCH_FILE = "patch.yaml"
 PLACES = ("module-imports", "method-head", "loop-head", "after-loop")
 LONE_FILES = ("*.patch", "*.diff", "apply_*.py")
 MAX_PATCH_FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*\Z")
 _RELEASE = re.compile(r"[0-9]+(\.[0-9]+)*((a|b|rc|\.post|\.dev)[0-9]+)*\Z")
 
 
@@ -123,10 +132,14 @@ def load_patch(path: Path) -> PatchSpec:
             values = reader.fields(root, "", _PATCH, required=("name", "version"))
             if not {"edits", "changes"} & (values.keys() | reader.wrong_keys):
                 reader.note(root, "key 'edits' is missing, or 'changes'")
+            _check_architectures(reader, root, values)
     if reader.mistakes:
         raise PatchError(reader.path, reader.mistakes)
     values.pop("description", None)
     values.setdefault("edits", [])
+    args = values.pop("server_args", [])
+    values["server_args"] = [arg for arg in args if isinstance(arg, str)]
+    values["release_args"] = [arg for arg in args if isinstance(arg, ReleaseArg)]
     changes = values.get("changes", [])
     return PatchSpec(sha256=patch_sha256(values["edits"], values.get("files", {}), changes), **values)
 
@@ -155,6 +168,18 @@ def patch_sha256(edits: list[Edit], files: dict[str, str], changes: list[Package
     """The identity of a patch: SHA-256 over the canonical JSON of its edits, files and, where it has any, changes."""
     content = {"edits": to_json(edits), "files": files, **({"changes": to_json(changes)} if changes else {})}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _check_architectures(reader: Reader, root: Node, values: dict[str, Any]) -> None:
+    """Every module of ``architectures`` has an edit, and nothing is both known and refused."""
+    edited = {edit.module for edit in values.get("edits", [])}
+    known = values.get("architectures", {})
+    for name, modules in known.items():
+        for module in modules:
+            if edited and module not in edited:
+                reader.note(root, f"architectures.{name}: no edit is for {module}{did_you_mean(module, edited)}")
+    for name in known.keys() & values.get("refused", {}).keys():
+        reader.note(root, f"refused.{name}: stands under architectures too")
 
 
 # --------------------------------------------------------------------------- parsers of patch.yaml
@@ -216,8 +241,51 @@ def _releases(reader: Reader, node: Node, what: str) -> list[str]:
     return reader.list_of(_release, node, what)
 
 
-def _texts(reader: Reader, node: Node, what: str) -> list[str]:
-    return reader.list_of(Reader.text, node, what)
+def _modules(reader: Reader, node: Node, what: str) -> list[str]:
+    modules = reader.list_of(_module, node, what)
+    if not reader.items(node, what):
+        reader.fail(node, f"{what}: names no module")
+    return modules
+
+
+def _architectures(reader: Reader, node: Node, what: str) -> dict[str, list[str]]:
+    return _by_name(reader, node, what, _modules)
+
+
+def _refused(reader: Reader, node: Node, what: str) -> dict[str, str]:
+    return _by_name(reader, node, what, Reader.text)
+
+
+def _by_name(reader: Reader, node: Node, what: str, parser: Parser[T]) -> dict[str, T]:
+    """A mapping with Python names as keys."""
+    values: dict[str, T] = {}
+    for name, (key, value) in reader.mapping(node, what).items():
+        if not name.isidentifier():
+            reader.note(key, f"{what}: {name!r} is not the name of a class")
+            continue
+        with contextlib.suppress(Wrong):
+            values[name] = parser(reader, value, f"{what}.{name}")
+    return values
+
+
+def _server_arg(reader: Reader, node: Node, what: str) -> str | ReleaseArg:
+    if not isinstance(node, MappingNode):
+        return reader.text(node, what)
+    values = reader.fields(node, what, _RELEASE_ARG, required=("flag",))
+    if "flag" not in values:
+        raise Wrong
+    return ReleaseArg(**values)
+
+
+def _flag(reader: Reader, node: Node, what: str) -> str:
+    value = reader.text(node, what)
+    if not _FLAG.match(value):
+        reader.fail(node, f"{what}: {value!r} is not a flag such as --disable-radix-cache")
+    return value
+
+
+def _server_args(reader: Reader, node: Node, what: str) -> list[str | ReleaseArg]:
+    return reader.list_of(_server_arg, node, what)
 
 
 def _patch_file(reader: Reader, node: Node, what: str) -> tuple[str, str]:
@@ -317,6 +385,12 @@ _CHANGE: Schema = {
     "verified": _releases,
 }
 _INSERTION: Schema = {"at": _place, "lines": _code}
+_RELEASE_ARG: Schema = {
+    "flag": _flag,
+    "first_release": _release,
+    "last_release": _release,
+    "why": Reader.text,
+}
 _EDIT: Schema = {
     "module": _module,
     "class": _identifier,
@@ -335,7 +409,9 @@ _PATCH: Schema = {
     "mark": Reader.text,
     "captures": Reader.boolean,
     "files": _files,
-    "server_args": _texts,
+    "server_args": _server_args,
+    "architectures": _architectures,
+    "refused": _refused,
     "edits": _edits,
     "changes": _changes,
 }

@@ -52,9 +52,14 @@ def merge_arguments(first: Sequence[str], more: Sequence[str]) -> List[str]:
     for group in option_groups(first):
         if group not in merged:
             merged.append(group)
-    names = {option_name(group) for group in merged}
-    merged += [group for group in option_groups(more) if option_name(group) not in names]
-    return [arg for group in merged for arg in group]
+    return [arg for group in merged for arg in group] + added_arguments(first, more)
+
+
+def added_arguments(first: Sequence[str], more: Sequence[str]) -> List[str]:
+    """What ``merge_arguments`` adds to ``first``."""
+    names = {option_name(group) for group in option_groups(first)}
+    added = [group for group in option_groups(more) if option_name(group) not in names]
+    return [arg for group in added for arg in group]
 
 
 def refuse_own_options(args: Sequence[str]) -> None:

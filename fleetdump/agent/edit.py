@@ -85,14 +85,28 @@ def apply_edits(source: str, edits: Sequence[Edit], release: str, marker: str) -
 
 
 def release_within(release: str, first: str, last: str) -> bool:
-    """Whether ``release`` lies in the closed range; an empty bound is open, post-releases count as their release."""
-    number = _release_number(release)
-    return not (first and number < _release_number(first)) and not (last and number > _release_number(last))
+    """Whether ``release`` lies in the closed range; an empty bound is open. A bound without ``.postN`` takes all
+    post-releases of its release in, one with ``.postN`` tells them apart; ``0.5.20rc1`` counts as 0.5.20."""
+    return not (first and _compare(release, first) < 0) and not (last and _compare(release, last) > 0)
 
 
-def _release_number(text: str) -> Tuple[int, ...]:
-    match = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
+def _compare(release: str, bound: str) -> int:
+    """Negative, zero or positive, as ``release`` is older than ``bound``, the same or newer."""
+    (numbers, post), (bound_numbers, bound_post) = _release_parts(release), _release_parts(bound)
+    if numbers != bound_numbers:
+        return -1 if numbers < bound_numbers else 1
+    return 0 if bound_post is None else (post or 0) - bound_post
+
+
+def _release_parts(text: str) -> Tuple[Tuple[int, ...], Optional[int]]:
+    """The numbers (without trailing zeros: 0.5 is 0.5.0) and the number of the post-release, if it is one."""
+    match = re.match(r"(\d+(?:\.\d+)*)(?:.*?\.post(\d+))?", text)
+    if match is None:
+        return (), None
+    numbers = [int(part) for part in match.group(1).split(".")]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers), int(match.group(2)) if match.group(2) else None
 
 
 # --------------------------------------------------------------------------- finding places
@@ -116,9 +130,9 @@ def _find(tree: ast.Module, edit: Edit) -> Tuple[Function, Optional[ast.For], st
     if len(methods) > 1:
         raise EditError(f"{label} is defined {len(methods)} times")
     names = _local_names(methods[0])
-    missing = [n for n in edit.present if n not in names]
+    missing = [n for n in edit.present if n not in names | _imported_names(tree)]
     if missing:
-        raise _NoFit(f"{label} has no local named {missing[0]}")
+        raise _NoFit(f"{label} has no local named {missing[0]}, and the module imports none")
     surplus = [n for n in edit.absent if n in names]
     if surplus:
         raise _NoFit(f"{label} has a local named {surplus[0]}")
@@ -183,10 +197,20 @@ def _local_names(method: Function) -> Set[str]:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).split(".")[0])
+            names.add(_bound_name(node))
         elif isinstance(node, ast.ExceptHandler) and node.name:
             names.add(node.name)
     return names
+
+
+def _imported_names(tree: ast.Module) -> Set[str]:
+    """What the module's own imports bind."""
+    imports = [n for n in _top_level(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    return {_bound_name(alias) for statement in imports for alias in statement.names}
+
+
+def _bound_name(alias: ast.alias) -> str:
+    return (alias.asname or alias.name).split(".")[0]
 
 
 # --------------------------------------------------------------------------- inserting text

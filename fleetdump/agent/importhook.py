@@ -30,7 +30,8 @@ def plan(server: ServerSpec, patch: PatchSpec, force: bool, ctx: AgentContext) -
             next_step="deploy it with --delivery in-place",
         )
     interpreter = server.interpreter
-    args = PatchArgs(interpreter.python, patch, True, interpreter.env, force, IMPORT_HOOK)
+    models = [server.model_path]
+    args = PatchArgs(interpreter.python, patch, True, interpreter.env, force, IMPORT_HOOK, models)
     return plan_on_clean(args, ctx)
 
 

@@ -7,9 +7,9 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional, Sequence
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
-from fleetdump.agent import engine, packagechange, patchfiles, patchrecord
+from fleetdump.agent import applicable, engine, packagechange, patchfiles, patchrecord
 from fleetdump.agent.changes import Change, show_diff
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.engine import EngineFacts
@@ -54,40 +54,44 @@ class _Survey:
     record: Optional[PatchRecord] = None
     foreign: List[_Foreign] = field(default_factory=list)
     stale: bool = False
+    modules: Dict[str, str] = field(default_factory=dict)
+    """The file of each module asked for that the engine has."""
 
 
 # --------------------------------------------------------------------------- verbs
 def patch(args: PatchArgs, ctx: AgentContext) -> PatchResult:
-    """Apply ``args.patch``, first taking out another patch of ours. Raises ``AgentFailure``: conflict for files that
-    somebody else changed, not_found for a missing engine or module, permission for a read-only package."""
+    """Apply what of ``args.patch`` the engine and the models need, first taking out another patch of ours; modules
+    that this very patch is already in stay patched. Raises ``AgentFailure``: conflict for files that somebody else
+    changed and for a release or model that the patch is not for, not_found for a missing engine or module, permission
+    for a read-only package."""
     facts = _facts(args.python, args.patch, args.env, _limit(ctx))
     site = Path(facts.site)
     if args.dry_run:
-        before = _survey(facts, args.patch)
-        changes = [] if _is_in(before, args.patch) else _plan(facts, args.patch, before, ctx, args.force)
+        spec, before = _needed(facts, args.patch, args.models)
+        changes = [] if _is_in(before, spec) else _plan(facts, spec, before, ctx, args.force)
         if changes and args.delivery == IN_PLACE:
             _require_writable(facts, changes)
-        return _result(args.patch, facts, before.state, before.state, changes, before.record)
+        return _result(spec, facts, before.state, before.state, changes, before.record)
     _require_writable(facts)
     with patchrecord.locked(site):
-        before = _survey(facts, args.patch)
-        if _is_in(before, args.patch):
-            return _result(args.patch, facts, before.state, before.state, [], before.record)
-        changes = _plan(facts, args.patch, before, ctx, args.force)
+        spec, before = _needed(facts, args.patch, args.models)
+        if _is_in(before, spec):
+            return _result(spec, facts, before.state, before.state, [], before.record)
+        changes = _plan(facts, spec, before, ctx, args.force)
         _require_writable(facts, changes)
         kept = _set_aside(before, ctx)
         if before.record is not None:
             patchfiles.take_out(site, before.record, before.stale)
-        record = patchfiles.prepare(site, facts, args.patch, changes)
-        patchfiles.put_in(site, record, changes, args.patch)
-        after = _survey(facts, args.patch).state
-        return replace(_result(args.patch, facts, before.state, after, changes, record), kept=kept)
+        record = patchfiles.prepare(site, facts, spec, changes)
+        patchfiles.put_in(site, record, changes, spec)
+        result = _result(spec, facts, before.state, _survey(facts, spec).state, changes, record)
+        return replace(result, kept=kept)
 
 
 def plan_on_clean(args: PatchArgs, ctx: AgentContext) -> List[Change]:
     """What the patch would do to the engine's files, of which none may hold a patch of ours. Raises as ``patch``."""
     facts = _facts(args.python, args.patch, args.env, _limit(ctx))
-    survey = _survey(facts, args.patch)
+    spec, survey = _needed(facts, args.patch, args.models)
     if survey.record is not None and not survey.stale:
         raise AgentFailure(
             "conflict",
@@ -95,7 +99,7 @@ def plan_on_clean(args: PatchArgs, ctx: AgentContext) -> List[Change]:
             where=facts.package,
             next_step="run `fleetdump revert` first",
         )
-    return _plan(facts, args.patch, survey, ctx, args.force)
+    return _plan(facts, spec, survey, ctx, args.force)
 
 
 def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
@@ -117,17 +121,26 @@ def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
 
 
 def read_state(
-    python: str, spec: Optional[PatchSpec] = None, env: Optional[Mapping[str, str]] = None, timeout: float = 30.0
+    python: str,
+    spec: Optional[PatchSpec] = None,
+    env: Optional[Mapping[str, str]] = None,
+    timeout: float = 30.0,
+    models: Sequence[str] = (),
 ) -> PatchState:
-    """State of the engine that ``python`` imports with ``env`` set, changing nothing. With ``spec`` its modules are
-    looked at too, and ``ours`` means that very patch; without, ``ours`` is any patch of ours."""
+    """State of the engine that ``python`` imports with ``env`` set, changing nothing. With ``spec`` those of its
+    modules that ``models`` run are looked at too, and ``ours`` means that very patch in all of them; without, ``ours``
+    is any patch of ours."""
     try:
         facts = _facts(python, spec, env, timeout)
     except AgentFailure as failure:
         if failure.error.code != "not_found":
             raise
         return PatchState("absent", detail=failure.error.what)
-    return _survey(facts, spec).state
+    if spec is None:
+        return _survey(facts).state
+    spec, survey = _needed(facts, spec, models)
+    state = survey.state
+    return replace(state, state="other") if state.state == "ours" and not _is_in(survey, spec) else state
 
 
 # --------------------------------------------------------------------------- what is there
@@ -143,6 +156,19 @@ def _facts(
     return engine.query(python, wanted + others, env=env, timeout=timeout) if others else facts
 
 
+def _needed(facts: EngineFacts, spec: PatchSpec, models: Sequence[str]) -> Tuple[PatchSpec, _Survey]:
+    """``spec`` with the edits alone that ``models`` need on this release, or that are in the engine already (servers
+    of another model use them); and the survey of that."""
+    edits = applicable.choose_edits(spec, facts.release, applicable.architectures_of(models))
+    survey = _survey(facts, replace(spec, edits=edits))
+    record = survey.record
+    if record is None or survey.stale or record.sha256 != spec.sha256:
+        return replace(spec, edits=edits), survey
+    held = {module.module for module in record.modules}
+    edits = [edit for edit in spec.edits if edit in edits or edit.module in held]
+    return replace(spec, edits=edits), survey
+
+
 def _survey(facts: EngineFacts, spec: Optional[PatchSpec] = None) -> _Survey:
     record = patchrecord.load(Path(facts.site))
     wanted = _modules(spec) if spec else []
@@ -150,6 +176,7 @@ def _survey(facts: EngineFacts, spec: Optional[PatchSpec] = None) -> _Survey:
         survey = _Survey(PatchState("clean", files=sorted(facts.modules.values())))
     else:
         survey = _survey_record(facts, record, spec)
+    survey.modules = facts.modules
     notes = [survey.state.detail] if survey.state.detail else []
     recorded = record.modules if record and not survey.stale else []
     known = {m.module for m in recorded} | {os.path.normpath(Path(facts.site) / m.original.path) for m in recorded}
@@ -230,7 +257,11 @@ def _survey_unrecorded(facts: EngineFacts, module: str, survey: _Survey, notes: 
 
 
 def _is_in(survey: _Survey, spec: PatchSpec) -> bool:
-    return survey.state.state == "ours" and survey.state.sha256 == spec.sha256
+    """Whether the patch is in every module that it needs and the engine has."""
+    if survey.state.state != "ours" or survey.state.sha256 != spec.sha256 or survey.record is None:
+        return False
+    held = {module.module for module in survey.record.modules}
+    return all(module in held for module in _modules(spec) if module in survey.modules)
 
 
 def _refuse_foreign(survey: _Survey, force: bool = False) -> None:

@@ -202,8 +202,9 @@ class Insertion:
 
 @dataclass
 class Edit:
-    """One edit of one module of the engine. ``present``/``absent`` name locals that the method must (not) assign:
-    they tell the two shapes of the layer loop apart. ``verified`` lists releases that tests have run."""
+    """One edit of one module of the engine. ``present`` names locals that the method must have, or the module import,
+    ``absent`` locals that it must not: they tell the two shapes of the layer loop apart, and the inserted lines use
+    them. ``verified`` lists releases that tests have run."""
 
     module: str
     class_name: str
@@ -235,11 +236,25 @@ DELIVERIES = ("in-place", "import-hook")
 
 
 @dataclass
+class ReleaseArg:
+    """A flag that servers with the patch get on the releases of a closed range (an empty bound is open)."""
+
+    flag: str
+    first_release: str = ""
+    last_release: str = ""
+    why: str = ""
+
+
+@dataclass
 class PatchSpec:
     """A patch as data. Of ``changes`` the first that fits the release is applied, then for each module the first of
     ``edits`` that fits; ``files`` (name to text) go beside the engine's package in site-packages. ``sha256``
     identifies edits, files and changes together. ``mark`` is a string that every rank must log before the server
-    counts as ready (empty: none)."""
+    counts as ready (empty: none).
+
+    ``architectures`` maps what a model's config.json may name to modules, of which the first that has an edit for the
+    engine's release is patched; ``refused`` maps it to the reason why the patch is wrong for such a model. Servers get
+    ``server_args`` on every release and ``release_args`` on theirs. ``agent/applicable.py`` makes the choice."""
 
     name: str
     version: str
@@ -250,6 +265,9 @@ class PatchSpec:
     captures: bool = False
     server_args: List[str] = field(default_factory=list)
     changes: List[PackageChange] = field(default_factory=list)
+    release_args: List[ReleaseArg] = field(default_factory=list)
+    architectures: Dict[str, List[str]] = field(default_factory=dict)
+    refused: Dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -369,6 +387,9 @@ class PatchArgs:
     """As in ``Interpreter``."""
     force: bool = False
     delivery: str = "in-place"
+    models: List[str] = field(default_factory=list)
+    """Model directories of the servers that import this engine: only the modules that they run are patched. Empty,
+    or a model that has no directory here: every module of the patch."""
 
 
 @dataclass
@@ -429,6 +450,8 @@ class LaunchResult:
     reused: bool
     argv: List[str]
     log: str
+    added_args: List[str] = field(default_factory=list)
+    """What the patch added to the server's own arguments, for this release."""
 
 
 @dataclass

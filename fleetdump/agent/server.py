@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Dict, List, Optional, Set, Tuple
 
 from fleetdump.agent import engine, importhook, procfs
-from fleetdump.agent.arguments import merge_arguments, refuse_own_options
+from fleetdump.agent.applicable import release_arguments
+from fleetdump.agent.arguments import added_arguments, merge_arguments, refuse_own_options
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.formats import SERVER_NAME
@@ -166,7 +167,7 @@ def launch(args: LaunchArgs, ctx: AgentContext) -> LaunchResult:
     members = living(record) if record else []
     if record and members:
         if record.identity == plan.identity and is_alive(record.pid, record.start_time):
-            return LaunchResult(server_state(record), True, record.argv, record.log)
+            return LaunchResult(server_state(record), True, record.argv, record.log, plan.added)
         if not args.replace:
             raise _already_runs(record)
     _check(args, {m.pid for m in members})
@@ -188,6 +189,8 @@ class _LaunchPlan:
     argv: List[str]
     env: Dict[str, str]
     identity: str
+    added: List[str]
+    """Of ``argv``, what the patch added to the server's own arguments."""
     hook: str = ""
     """The import hook's folder, where the patch is delivered so."""
 
@@ -207,7 +210,8 @@ def _plan(args: LaunchArgs) -> _LaunchPlan:
     argv += ["--host", spec.host, "--port", str(spec.port), "--tp-size", str(spec.tp)]
     if spec.dp > 1:
         argv += ["--dp-size", str(spec.dp)]
-    argv += merge_arguments(spec.args, args.patch.server_args if args.patch else [])
+    wanted = _patch_arguments(args)
+    argv += merge_arguments(spec.args, wanted)
     env = dict(spec.env)
     if spec.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
@@ -215,7 +219,17 @@ def _plan(args: LaunchArgs) -> _LaunchPlan:
     if args.delivery == IMPORT_HOOK:
         what.append(args.delivery)
     identity = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-    return _LaunchPlan(argv, env, identity)
+    return _LaunchPlan(argv, env, identity, added_arguments(spec.args, wanted))
+
+
+def _patch_arguments(args: LaunchArgs) -> List[str]:
+    """What the patch wants on the command line; some flags exist on some releases of the engine only."""
+    if args.patch is None:
+        return []
+    release = ""
+    if args.patch.release_args:
+        release = engine.query(args.server.python, env={**inherited_environment(), **args.server.env}).release
+    return release_arguments(args.patch, release)
 
 
 def inherited_environment() -> Dict[str, str]:
@@ -318,7 +332,7 @@ def _start(args: LaunchArgs, plan: _LaunchPlan, ctx: AgentContext) -> LaunchResu
             "failed", "the server's program cannot be started", where=plan.argv[0], why=str(error)
         ) from error
     save_record(ctx.state, record)
-    return LaunchResult(server_state(record), False, record.argv, record.log)
+    return LaunchResult(server_state(record), False, record.argv, record.log, plan.added)
 
 
 def _make_capture_dir(state: State, path: Path) -> None:

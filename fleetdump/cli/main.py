@@ -20,7 +20,7 @@ from fleetdump.cli.patches import patches
 from fleetdump.cli.revert import revert
 from fleetdump.cli.status import status
 from fleetdump.cli.stop import stop
-from fleetdump.errors import ExitCode, FleetdumpError
+from fleetdump.errors import ExitCode, FleetdumpError, of_local_file
 from fleetdump.views.console import err, print_error
 
 
@@ -75,4 +75,7 @@ def main() -> None:
         sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()
+        sys.exit(ExitCode.FAILED)
+    except OSError as error:
+        print_error(of_local_file(error))
         sys.exit(ExitCode.FAILED)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from fleetdump.errors import FleetdumpError, HostError, UnreachableError
+from fleetdump.errors import FleetdumpError, HostError, UnreachableError, of_local_file
 from fleetdump.fleet.host import ConnectOptions, Host, connect
 
 if TYPE_CHECKING:
@@ -167,7 +167,9 @@ class _Fleet(Generic[R]):
             job.give_up()
 
 
-def _unexpected(name: str, error: Exception) -> HostError:
+def _unexpected(name: str, error: Exception) -> FleetdumpError:
+    if isinstance(error, OSError) and error.filename:
+        return of_local_file(error, name)
     place = traceback.extract_tb(error.__traceback__)[-1]
     return HostError(
         f"{type(error).__name__}: {error}",

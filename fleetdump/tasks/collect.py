@@ -185,6 +185,9 @@ def check_line(text: str, source: Source) -> ManifestLine:
         position += piece.rows
     if position != line.tokens:
         raise LineFault(f"sample {line.id!r}: pieces hold {position} rows of {line.tokens} tokens")
+    for name in (line.token_shard.shard, line.norm, *(piece.shard for piece in line.pieces)):
+        if "/" in name or name.startswith("."):  # it becomes the name of a file here
+            raise LineFault(f"sample {line.id!r}: {name!r} is no name of a file of the run")
     if not 0 <= line.supervised <= line.tokens:
         raise LineFault(f"sample {line.id!r}: {line.supervised} of {line.tokens} tokens supervised")
     return line

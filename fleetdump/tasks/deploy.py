@@ -114,7 +114,8 @@ def deploy(host: Host, plan: DeployPlan, on_event: Event) -> DeployReport:
 
     Raises before anything is touched: ``UsageError`` when the patch captures and the inventory does not say what,
     ``HostError`` (code ``conflict``) when a server of ours runs in another way and ``plan.replace`` is False,
-    ``HostError`` for what blocks (missing engine, unknown patch state, no disk). Also what ``Host.call`` raises.
+    ``HostError`` (code ``blocked``) for what ``check`` finds (missing engine, unknown patch state, busy port, no disk).
+    A launch that is refused later undoes what came before it. Also what ``Host.call`` raises.
     """
     if plan.patch is not None and plan.patch.captures:
         host.config.capture.spec()

@@ -31,6 +31,13 @@ logger = logging.getLogger(__name__)
 CONFIG_VARIABLE = "FLEETDUMP_TAP_CONFIG"
 MARK = "fleetdump-tap 1"
 RID = re.compile(r"fleetdump/[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[^/]+/[1-9][0-9]{0,8}\Z")
+REFUSED_FLAGS = {
+    "enable_two_batch_overlap": "two-batch overlap runs layers outside the loop",
+    "enable_attn_tp_input_scattered": "--enable-attn-tp-input-scattered splits the rows",
+    "enable_layernorm_sp": "--enable-layernorm-sp splits the rows",
+    "speculative_algorithm": "speculative decoding",
+}
+"""Server arguments that are true or set where the loop does not see every row of every layer."""
 REMEMBERED_REQUESTS = 1 << 16
 """How many rids' next positions are kept, to join the chunks of a prompt."""
 
@@ -61,6 +68,12 @@ def after_layers(
         _tap.after_layers(model, _Stream(hidden_states, forward_batch, residual, snapshot))
 
 
+def note_requests(batch: Any) -> None:
+    """Called where the scheduler makes a batch ready, on releases whose ForwardBatch does not name its requests."""
+    if _tap is not None:
+        _tap.note_requests(batch)
+
+
 @dataclass
 class _Stream:
     """The residual stream as the loop holds it."""
@@ -81,6 +94,18 @@ class _Stream:
 
             states = tensor_model_parallel_all_reduce(states.clone())
         return states if self.residual is None else states + self.residual
+
+
+@dataclass
+class _Layout:
+    """This process's place in the parallel layout. ``attn_dp_size`` counts groups that hold different requests."""
+
+    tp_rank: int
+    tp_size: int
+    attn_tp_rank: int
+    attn_dp_size: int
+    attn_cp_size: int
+    pp_size: int
 
 
 @dataclass
@@ -121,6 +146,14 @@ class _Tap:
         self._forward: _Forward | None = None
         self._batch: Any = None
         self._next: OrderedDict[str, int] = OrderedDict()
+        self._noted: tuple[Any, list[str]] | None = None
+        """The scheduler's newest batch: its ``req_pool_indices``, which the ForwardBatch shares, and its rids."""
+
+    def note_requests(self, batch: Any) -> None:
+        try:
+            self._noted = (batch.req_pool_indices, [request.rid for request in batch.reqs])
+        except Exception as error:
+            logger.error("fleetdump-tap: %r", error)
 
     def before_layer(self, model: Any, layer_id: int, stream: _Stream) -> None:
         forward = self._current(model, stream.forward_batch)
@@ -132,10 +165,9 @@ class _Tap:
         self._forward = self._batch = None
         if forward is None:
             return
-        last = len(self._config.layers)
-        self._capture(forward, last, stream)
-        if model.end_layer in self._config.layers:
-            self._capture(forward, self._config.layers.index(model.end_layer), stream)
+        self._capture(forward, len(self._config.layers), stream)
+        if len(model.layers) in self._config.layers:
+            self._capture(forward, self._config.layers.index(len(model.layers)), stream)
         if self._writer is not None:
             try:
                 self._hand_over(forward, self._writer)
@@ -148,34 +180,32 @@ class _Tap:
             self._batch, self._forward = batch, None
             try:
                 if not self._armed:
-                    self._arm(model)
+                    self._arm(model, batch)
                 self._forward = self._begin(batch)
             except Exception as error:
                 # Everything up to here depends on what all ranks have in common, so they all come here.
                 logger.error("fleetdump-tap: %r", error)
         return self._forward
 
-    def _arm(self, model: Any) -> None:
+    def _arm(self, model: Any, batch: Any) -> None:
         """At the first forward: look at the model and the parallel layout, say so in the log, start the writer."""
-        from sglang.srt.runtime_context import get_parallel
-
         self._armed = True
-        parallel = get_parallel()
-        self._refusal = _refusal(model, parallel, self._config.layers)
+        layout = _layout()
+        self._refusal = _refusal(model, layout, batch, self._config.layers)
         layers = json.dumps(self._config.layers, separators=(",", ":"))
-        who = f"rank={parallel.tp_rank}/{parallel.tp_size} layers={layers} model={type(model).__name__}"
-        if parallel.attn_tp_rank == 0:
-            self._writer = TapWriter(self._config, parallel.tp_rank, _norm(model))
+        who = f"rank={layout.tp_rank}/{layout.tp_size} layers={layers} model={type(model).__name__}"
+        if layout.attn_tp_rank == 0:
+            self._writer = TapWriter(self._config, layout.tp_rank, _norm(model))
             Finalize(None, self._writer.stop, exitpriority=100)
         # At WARNING, so that a server with --log-level warning still says it.
         logger.warning("%s %s %s", MARK, f"refused ({self._refusal})" if self._refusal else "armed", who)
 
     def _begin(self, batch: Any) -> _Forward | None:
         """What is ours in this forward, from rank-invariant facts alone."""
-        if batch.forward_mode.name not in ("EXTEND", "MIXED") or not batch.rids:
+        if batch.forward_mode.name not in ("EXTEND", "MIXED"):
             return None
         requests, first = [], 0
-        for index, rid in enumerate(batch.rids):
+        for index, rid in enumerate(self._rids(batch)):
             rows = int(batch.extend_seq_lens_cpu[index])
             if RID.match(rid):
                 requests.append(_Rows(rid, first, rows, int(batch.extend_prefix_lens_cpu[index])))
@@ -184,6 +214,13 @@ class _Tap:
             return None
         refusal = self._refusal or _batch_refusal(batch)
         return _Forward(batch, requests, ("capture_error", refusal) if refusal else None)
+
+    def _rids(self, batch: Any) -> list[str]:
+        """The batch's requests in order; none for a batch that no scheduler made (a warm-up of graphs)."""
+        rids: list[str] | None = getattr(batch, "rids", None)
+        if rids is None and self._noted is not None and self._noted[0] is batch.req_pool_indices:
+            rids = self._noted[1]
+        return rids or []
 
     def _capture(self, forward: _Forward, slot: int, stream: _Stream) -> None:
         """Put the stream into ``slot`` of the forward's block."""
@@ -266,25 +303,75 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}[str(tensor.dtype)]
 
 
-def _norm(model: Any) -> Norm | None:
+def _norm(model: Any) -> Norm:
+    """The final norm as ``rms(x) * weight``; Gemma's kind, which multiplies by 1 + weight, too."""
     import torch
 
     weight = model.norm.weight.detach().cpu().contiguous()
+    if type(model.norm).__name__ == "GemmaRMSNorm":
+        weight = weight.float() + 1.0  # float32: 1 + weight in 16 bits would round
     return Norm(weight.view(torch.uint8).numpy().tobytes(), _dtype_name(weight), float(model.norm.variance_epsilon))
 
 
-def _refusal(model: Any, parallel: Any, layers: list[int]) -> str:
+def _layout() -> _Layout:
+    """The parallel layout; releases before 0.5.14 have functions instead of one object."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+    except ImportError:
+        return _layout_of_functions()
+    parallel = get_parallel()
+    return _Layout(
+        parallel.tp_rank,
+        parallel.tp_size,
+        parallel.attn_tp_rank,
+        parallel.attn_dp_size,
+        parallel.attn_cp_size,
+        parallel.pp_size,
+    )
+
+
+def _layout_of_functions() -> _Layout:
+    from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from sglang.srt.distributed.parallel_state import get_pp_group
+    from sglang.srt.layers import dp_attention
+
+    context_parallel = getattr(dp_attention, "get_attention_cp_size", lambda: 1)  # none before 0.5.9
+    return _Layout(
+        get_tensor_model_parallel_rank(),
+        get_tensor_model_parallel_world_size(),
+        dp_attention.get_attention_tp_rank(),
+        dp_attention.get_attention_dp_size(),
+        context_parallel(),
+        get_pp_group().world_size,
+    )
+
+
+def _server_args() -> Any:
+    try:
+        from sglang.srt.runtime_context import get_server_args
+    except ImportError:  # before 0.5.15
+        from sglang.srt.server_args import get_global_server_args as get_server_args
+    return get_server_args()
+
+
+def _refusal(model: Any, layout: _Layout, batch: Any, layers: list[int]) -> str:
     """Why this server cannot be captured rightly; empty when it can. The same on all ranks."""
-    wrong = [layer for layer in layers if not 0 <= layer <= model.config.num_hidden_layers]
-    if wrong or len(set(layers)) != len(layers):
-        return f"layers {layers} of a model with {model.config.num_hidden_layers}"
-    if parallel.pp_size > 1:
+    total = len(model.layers)
+    if len(set(layers)) != len(layers) or not all(0 <= layer <= total for layer in layers):
+        return f"layers {layers} of a model with {total}"
+    if layout.pp_size > 1:
         return "pipeline parallelism splits the layers"
-    if parallel.attn_cp_size > 1:
+    if layout.attn_cp_size > 1:
         return "context parallelism splits the rows"
-    if getattr(parallel, "enable_attn_tp_input_scattered", False):
-        return "--enable-attn-tp-input-scattered splits the rows"
-    scattered = [layer for layer in range(model.start_layer, model.end_layer) if _is_scattered(model.layers[layer])]
+    args = _server_args()
+    for flag, reason in REFUSED_FLAGS.items():
+        if getattr(args, flag, None):
+            return reason
+    if layout.attn_dp_size > 1 and not hasattr(batch, "rids"):
+        return "with DP attention this release does not say whose rows a forward has"
+    if layout.attn_dp_size > 1 and hasattr(batch, "residual_stream"):
+        return "with DP attention this release may owe a sum over ranks that do not all run the request"
+    scattered = [number for number, layer in enumerate(model.layers) if _is_scattered(layer)]
     return f"rows are split over the ranks at layers {scattered}" if scattered else ""
 
 
@@ -293,8 +380,11 @@ def _is_scattered(layer: Any) -> bool:
     modes = getattr(layer, "layer_scatter_modes", None)
     if modes is not None:
         return bool(modes.layer_input_mode.name == "SCATTERED")
-    rows = layer.attn_boundary.incoming_residual_rows
-    return any(axis.name in ("ATTN_TP", "ATTN_CP") for axis in rows.sharded)
+    boundary = getattr(layer, "attn_boundary", None)
+    if boundary is None:
+        return False  # a model without expert parallelism
+    # ATTN_TP was ATTN_TP_SCATTER in 0.5.21.
+    return any(axis.name.startswith(("ATTN_TP", "ATTN_CP")) for axis in boundary.incoming_residual_rows.sharded)
 
 
 def _batch_refusal(batch: Any) -> str:
@@ -303,7 +393,7 @@ def _batch_refusal(batch: Any) -> str:
         return "two-batch overlap runs layers outside the loop"
     if getattr(batch, "spec_info", None) is not None:
         return "speculative decoding"
-    if getattr(batch, "attn_cp_metadata", None) is not None:
+    if any(getattr(batch, name, None) is not None for name in ("attn_cp_metadata", "nsa_cp_metadata")):
         return "context parallelism splits the rows"
     if getattr(batch, "_original_forward_mode", None) is not None:
         return "the batch was padded into another mode"

@@ -127,6 +127,17 @@ def test_unknown_run(fleet: Fleet) -> None:
     assert not (fleet.folder / "runs").exists() or not list((fleet.folder / "runs").iterdir())
 
 
+def test_unusable_place_for_runs(fleet: Fleet) -> None:
+    (fleet.folder / "data.jsonl").write_text('{"text": "good"}\n')
+    fleet.write_inventory(capture={"layers": [1], "dir": CAPTURE})
+    (fleet.folder / "file").write_text("x")
+    refused(fleet, ("extract", "--data", "data.jsonl", "--runs-dir", "file"), FAILED, "file/data cannot be used")
+    (fleet.folder / "runs/data").mkdir(parents=True)
+    (fleet.folder / "runs/data/ledger.sqlite").write_text("no data base " * 100)
+    for command in (("extract", "--data", "data.jsonl"), ("collect",)):
+        refused(fleet, command, USAGE, "ledger.sqlite", "cannot be used", "rebuilds it")
+
+
 # --------------------------------------------------------------------------- the way to the host
 @pytest.mark.parametrize(
     ("own", "fragments"),

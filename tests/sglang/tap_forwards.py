@@ -24,27 +24,75 @@ def all_reduce(tensor):
 
 
 def stand_in(case):
-    """The parallel layout and the model of ``case``; makes ``sglang`` importable."""
-    parallel = types.SimpleNamespace(
-        tp_rank=1 if case == "other_rank" else 0,
-        tp_size=2,
-        attn_tp_rank=1 if case == "other_rank" else 0,
-        pp_size=2 if case == "pipeline" else 1,
-        attn_cp_size=2 if case == "context_parallel" else 1,
-    )
-    for name in ("sglang", "sglang.srt", "sglang.srt.runtime_context", "sglang.srt.distributed"):
-        sys.modules[name] = types.ModuleType(name)
-    sys.modules["sglang.srt.runtime_context"].get_parallel = lambda: parallel
-    sys.modules["sglang.srt.distributed"].tensor_model_parallel_all_reduce = all_reduce
-    mode = types.SimpleNamespace(name="SCATTERED" if case == "scattered" else "TP_ATTN_FULL")
-    layer = types.SimpleNamespace(layer_scatter_modes=types.SimpleNamespace(layer_input_mode=mode))
+    """The parallel layout and the model of ``case``; makes ``sglang`` importable as one of its releases is."""
+    other = int(case == "other_rank")
+    layout = {"tp_rank": other, "tp_size": 2, "attn_tp_rank": other, "attn_dp_size": 1, "attn_cp_size": 1, "pp_size": 1}
+    layout.update(LAYOUTS.get(case, {}))
+    args = types.SimpleNamespace(**{"speculative_algorithm": None, **FLAGS.get(case, {})})
+    if case.startswith("old_"):
+        old_release(layout, args)
+    else:
+        module("sglang.srt.runtime_context", get_parallel=lambda: types.SimpleNamespace(**layout))
+        sys.modules["sglang.srt.runtime_context"].get_server_args = lambda: args
+        module("sglang.srt.distributed", tensor_model_parallel_all_reduce=all_reduce)
+    norm = type("GemmaRMSNorm" if case == "gemma" else "RMSNorm", (types.SimpleNamespace,), {})
     return types.SimpleNamespace(
-        start_layer=0,
-        end_layer=LAYERS,
-        layers=[layer] * LAYERS,
-        config=types.SimpleNamespace(num_hidden_layers=LAYERS),
-        norm=types.SimpleNamespace(weight=torch.ones(HIDDEN, dtype=torch.bfloat16), variance_epsilon=1e-6),
+        layers=[layer_of(case)] * LAYERS,
+        norm=norm(weight=torch.ones(HIDDEN, dtype=torch.bfloat16), variance_epsilon=1e-6),
     )
+
+
+LAYOUTS = {
+    "pipeline": {"pp_size": 2},
+    "context_parallel": {"attn_cp_size": 2},
+    "dp_attention": {"attn_dp_size": 2, "attn_tp_rank": 0},
+    "dp_attention_owed": {"attn_dp_size": 2},
+    "old_dp_attention": {"attn_dp_size": 2},
+}
+FLAGS = {
+    "tbo_flag": {"enable_two_batch_overlap": True},
+    "speculative_flag": {"speculative_algorithm": "EAGLE"},
+    "layernorm_flag": {"enable_layernorm_sp": True},
+}
+
+
+def module(name, **contents):
+    """Make ``name`` and its parents importable."""
+    for end in [at for at, letter in enumerate(name) if letter == "."]:
+        sys.modules.setdefault(name[:end], types.ModuleType(name[:end]))
+    made = sys.modules[name] = types.ModuleType(name)
+    vars(made).update(contents)
+    setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], made)
+
+
+def old_release(layout, args):
+    """0.5.5: functions instead of the one object, no context parallelism."""
+    module(
+        "sglang.srt.distributed",
+        get_tensor_model_parallel_rank=lambda: layout["tp_rank"],
+        get_tensor_model_parallel_world_size=lambda: layout["tp_size"],
+        tensor_model_parallel_all_reduce=all_reduce,
+    )
+    group = types.SimpleNamespace(world_size=layout["pp_size"])
+    module("sglang.srt.distributed.parallel_state", get_pp_group=lambda: group)
+    module(
+        "sglang.srt.layers.dp_attention",
+        get_attention_tp_rank=lambda: layout["attn_tp_rank"],
+        get_attention_dp_size=lambda: layout["attn_dp_size"],
+    )
+    module("sglang.srt.server_args", get_global_server_args=lambda: args)
+
+
+def layer_of(case):
+    """How a layer says whether its rows are split over ranks: not at all (llama), by modes, or by its boundary."""
+    if case == "plain_layers":
+        return types.SimpleNamespace()
+    if case in ("boundary", "scattered_boundary", "scattered_boundary_0521"):
+        axis = {"boundary": "ATTN_DP", "scattered_boundary": "ATTN_TP", "scattered_boundary_0521": "ATTN_TP_SCATTER"}
+        rows = types.SimpleNamespace(sharded=[types.SimpleNamespace(name=axis[case])])
+        return types.SimpleNamespace(attn_boundary=types.SimpleNamespace(incoming_residual_rows=rows))
+    mode = types.SimpleNamespace(name="SCATTERED" if case == "scattered" else "TP_ATTN_FULL")
+    return types.SimpleNamespace(layer_scatter_modes=types.SimpleNamespace(layer_input_mode=mode))
 
 
 def batch(requests, mode="EXTEND", **changes):
@@ -82,6 +130,18 @@ def forward(batch, rows=None, fused=False, stop=LAYERS, snapshot=None):
         assert torch.equal(hidden, kept), "the tap changed what the model computes with"
 
 
+def old_batch(requests, noted=None):
+    """A batch of a release whose ForwardBatch has no rids, after the scheduler (unless ``noted``: with another one)."""
+    import fleetdump_tap as tap
+
+    made = batch(requests, req_pool_indices=torch.arange(len(requests)))
+    reqs = [types.SimpleNamespace(rid=rid) for rid in made.rids]
+    indices = made.req_pool_indices if noted is None else noted
+    tap.note_requests(types.SimpleNamespace(reqs=reqs, req_pool_indices=indices))
+    del made.rids
+    return made
+
+
 def ours(sample, rows, start=0):
     return (f"fleetdump/r/{sample}/1", rows, start)
 
@@ -110,6 +170,23 @@ CASES = {
     "no_rids": lambda: forward(batch([ours("a", 3)], rids=None)),
     "broken_batch": lambda: forward(batch([ours("a", 3)], extend_prefix_lens_cpu=None)),
     "broken_ids": lambda: forward(batch([ours("a", 3)], input_ids=None)),
+    "gemma": lambda: forward(batch([ours("a", 2)])),
+    "plain_layers": lambda: forward(batch([ours("a", 2)])),
+    "boundary": lambda: forward(batch([ours("a", 2)])),
+    "dp_attention": lambda: forward(batch([ours("a", 2)])),
+    "old_rids": lambda: forward(old_batch([("x", 1, 0), ours("a", 2)])),
+    "old_fused": lambda: forward(old_batch([ours("a", 2)]), fused=True),
+    "old_other_batch": lambda: forward(old_batch([ours("a", 2)], noted=torch.arange(1))),
+    "old_broken_note": lambda: forward(old_batch([(None, 1, 0)])),
+    "old_dp_attention": lambda: forward(old_batch([ours("a", 2)]), fused=True),
+    "dp_attention_owed": lambda: forward(
+        batch([ours("a", 2)], residual_stream=None), snapshot=lambda hidden, _: hidden
+    ),
+    "tbo_flag": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "speculative_flag": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "layernorm_flag": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "scattered_boundary": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "scattered_boundary_0521": lambda: forward(batch([ours("a", 3)]), fused=True),
     "pipeline": lambda: forward(batch([ours("a", 3)]), fused=True),
     "context_parallel": lambda: forward(batch([ours("a", 3)]), fused=True),
     "scattered": lambda: forward(batch([ours("a", 3)]), fused=True),

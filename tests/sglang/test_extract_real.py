@@ -109,7 +109,7 @@ class RealHost:
 def host(sglang_env: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealHost]:
     port = int(os.environ.get("FLEETDUMP_TEST_PORT", "31140"))
     real = RealHost(tmp_path_factory.mktemp("extract"), sglang_env, port)
-    patch(PatchArgs(real.server.python, real.patch), real.context())
+    patch(PatchArgs(real.server.python, real.patch, models=[real.server.model_path]), real.context())
     try:
         real.launch()
         yield real

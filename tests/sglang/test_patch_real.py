@@ -46,12 +46,13 @@ def test_patch_and_revert_leave_the_installation_byte_for_byte(
     spec = load_patch(PATCHES / name)
     python = str(sglang_env.python)
 
-    applied = patch(PatchArgs(python, spec), ctx)
+    models = [str(sglang_env.model)]
+    applied = patch(PatchArgs(python, spec, models=models), ctx)
     assert (applied.after.state, applied.verified) == ("ours", True)
-    assert not patch(PatchArgs(python, spec), ctx).changed
+    assert not patch(PatchArgs(python, spec, models=models), ctx).changed
     revert(RevertArgs(python), ctx)
 
-    assert read_state(python, spec).state == "clean"
+    assert read_state(python, spec, models=models).state == "clean"
     assert tree(sglang_env.site_packages) == before
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fleetdump.agent.applicable import choose_edits, release_arguments
 from fleetdump.agent.edit import apply_edits
 from fleetdump.agent.formats import PieceRecord, SkipRecord
 from fleetdump.agent.jsonl import read_journal
@@ -53,6 +54,7 @@ class Played:
     skips: dict[str, tuple[str, str]]
     reduced: list[int]
     log: str
+    run: Path
 
 
 CAPTURED = {
@@ -61,6 +63,12 @@ CAPTURED = {
     "snapshot": ([100, 300, 400], [], {("a", 0): 2}),
     "padded_rows": ([1, 13, 14], [], {("a", 0): 3}),
     "chunks": ([1, 13, 14], [], {("a", 0): 2, ("a", 2): 2, ("a", 4): 2}),
+    "gemma": ([1, 13, 14], [], {("a", 0): 2}),
+    "plain_layers": ([1, 13, 14], [], {("a", 0): 2}),
+    "boundary": ([1, 13, 14], [], {("a", 0): 2}),
+    "dp_attention": ([1, 13, 14], [], {("a", 0): 2}),
+    "old_rids": ([1, 13, 14], [], {("a", 0): 2}),  # named by the scheduler's batch
+    "old_fused": ([1, 16, 14], [2], {("a", 0): 2}),
 }
 SKIPPED = {
     "scattered_rows": ("rows_mismatch", "3 tokens"),
@@ -71,15 +79,25 @@ SKIPPED = {
     "snapshot_fails": ("capture_error", "finalize handoff"),
     "broken_ids": ("capture_error", "AttributeError"),
 }
-REFUSED = ["pipeline", "context_parallel", "scattered"]
-LEFT_ALONE = ["decode", "target_verify", "nobodys", "no_rids", "broken_batch"]
+REFUSED = {
+    "pipeline": "splits the layers",
+    "context_parallel": "splits the rows",
+    "scattered": "split over the ranks at layers [0, 1, 2]",
+    "scattered_boundary": "split over the ranks",
+    "scattered_boundary_0521": "split over the ranks",
+    "tbo_flag": "two-batch overlap",
+    "speculative_flag": "speculative",
+    "layernorm_flag": "--enable-layernorm-sp",
+    "dp_attention_owed": "DP attention",
+}
+LEFT_ALONE = ["decode", "target_verify", "nobodys", "no_rids", "broken_batch", "old_other_batch", "old_broken_note"]
 
 
 @pytest.fixture(scope="module")
 def play(sglang_installed: SglangEnv, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Played]:
     """Plays all cases at once (importing torch takes longest) and gives what one left."""
     root = tmp_path_factory.mktemp("forwards")
-    for case in [*CAPTURED, *SKIPPED, *REFUSED, *LEFT_ALONE, "other_rank", "prefix_missing"]:
+    for case in [*CAPTURED, *SKIPPED, *REFUSED, *LEFT_ALONE, "other_rank", "prefix_missing", "old_dp_attention"]:
         (root / case).mkdir()
         tap_json(root / case, [0, 2])
     command = [str(sglang_installed.python), str(HERE / "tap_forwards.py"), str(PATCH), str(root)]
@@ -92,7 +110,7 @@ def play(sglang_installed: SglangEnv, tmp_path_factory: pytest.TempPathFactory) 
         records = read_journal(journal)[0] if journal.exists() else []
         pieces = {(r.rid.split("/")[2], r.start): values(run, r) for r in records if isinstance(r, PieceRecord)}
         skips = {r.rid.split("/")[2]: (r.reason, r.detail) for r in records if isinstance(r, SkipRecord)}
-        return Played(pieces, skips, json.loads((root / case / "out.json").read_text())["reduced"], log)
+        return Played(pieces, skips, json.loads((root / case / "out.json").read_text())["reduced"], log, run)
 
     return played
 
@@ -146,10 +164,26 @@ def test_what_cannot_be_captured_rightly_is_a_skip_and_the_model_goes_on(
 def test_a_server_that_cannot_be_captured_is_refused_in_the_log(play: Callable[[str], Played], case: str) -> None:
     played = play(case)
     assert "fleetdump-tap 1 refused" in played.log
+    assert REFUSED[case] in played.log
     assert SPEC.mark not in played.log
     assert played.pieces == {}
     assert played.skips["a"][0] == "capture_error"
     assert played.reduced == []
+
+
+def test_dp_attention_on_a_release_that_does_not_name_requests_is_refused(play: Callable[[str], Played]) -> None:
+    assert "refused (with DP attention this release does not say whose rows" in play("old_dp_attention").log
+
+
+def test_a_norm_of_gemmas_kind_is_saved_as_the_factor_that_it_multiplies_by(play: Callable[[str], Played]) -> None:
+    for case, dtype, factor in (("gemma", "F32", 2.0), ("plain", "BF16", 1.0)):
+        played = play(case)
+        with ShardReader(played.run / "norm-main-1f0c77aa.safetensors") as reader:
+            raw = reader.read("weight")
+            assert reader.tensors["weight"].dtype == dtype
+        # bfloat16 is the upper half of a float32
+        raw = raw if dtype == "F32" else b"".join(b"\0\0" + raw[at : at + 2] for at in range(0, len(raw), 2))
+        assert set(struct.unpack("<4f", raw)) == {factor}
 
 
 @pytest.mark.parametrize("case", LEFT_ALONE)
@@ -166,7 +200,8 @@ def patched(env: SglangEnv) -> Iterator[None]:
     original = module.read_bytes()
     beside = [env.site_packages / name for name in SPEC.files]
     try:
-        put(module, apply_edits(original.decode(), SPEC.edits, env.version, "fleetdump").source.encode())
+        edits = choose_edits(SPEC, env.version, ["DeepseekV3ForCausalLM"])
+        put(module, apply_edits(original.decode(), edits, env.version, "fleetdump").source.encode())
         for path in beside:
             put(path, SPEC.files[path.name].encode())
         yield
@@ -221,7 +256,7 @@ def close_when_dead(run: Path) -> None:
 def test_captured_states_are_those_of_transformers(sglang_env: SglangEnv, tmp_path: Path, tp: int) -> None:
     """Batches, chunks and one rank's death in the middle of writing, on one server."""
     environment = {"FLEETDUMP_TAP_CONFIG": str(tap_json(tmp_path, [0, 3, 6], tp))}
-    flags = [*SPEC.server_args, "--chunked-prefill-size", "64"]
+    flags = [*release_arguments(SPEC, sglang_env.version), "--chunked-prefill-size", "64"]
     prompts, log = some_prompts("r1", 9), tmp_path / "server.log"
     run = tmp_path / "cap" / "r1"
     with patched(sglang_env), start_server(sglang_env, log, tp, flags, environment) as server:

@@ -117,6 +117,8 @@ def test_what_cannot_begin() -> None:
         (text_of(manifest_line("a", supervised=6)), "6 of 5 tokens"),
         (text_of(manifest_line("a", pieces=manifest_line("a", shards=("x", "y")).pieces[1:])), "starts at 5"),
         (text_of(manifest_line("z")), "not of this data set"),
+        (text_of(manifest_line("a", shards=("../../.ssh/authorized_keys",))), "is no name of a file"),
+        (text_of(manifest_line("a", norm="norm-/../../x-0000000a.safetensors")), "is no name of a file"),
     ],
 )
 def test_a_bad_line_is_named_and_not_taken(ledger: Ledger, text: str, what: str) -> None:

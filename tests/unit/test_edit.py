@@ -228,12 +228,45 @@ def test_the_first_edit_whose_structure_fits_wins_and_says_whether_it_is_verifie
         ("0.5.10", True),
         ("0.5.10.post1", True),
         ("0.5.20rc1", True),
+        ("0.5.20.post2", True),
+        ("0.5.20.dev3+gabc.post1", True),
         ("0.5.21", False),
         ("1.0", False),
+        ("", False),
+        ("unknown", False),
     ],
 )
 def test_releases_are_compared_as_numbers(release: str, within: bool) -> None:
     assert release_within(release, "0.5.10", "0.5.20") is within
+
+
+@pytest.mark.parametrize(
+    ("release", "first", "last", "within"),
+    [
+        ("0.5.5", "0.5.5.post1", "", False),
+        ("0.5.5.post1", "0.5.5.post1", "", True),
+        ("0.5.5.post3", "0.5.5.post1", "0.5.5.post2", False),
+        ("0.5.5.post2", "", "0.5.5.post2", True),
+        ("0.5.5.post10", "", "0.5.5.post9", False),
+        ("0.5.6", "", "0.5.5.post9", False),
+        ("0.6", "0.6.0", "0.6.0", True),
+        ("0.6.0", "0.6", "0.6", True),
+        ("0.10.0", "0.9", "", True),
+    ],
+)
+def test_a_bound_may_name_a_post_release(release: str, first: str, last: str, within: bool) -> None:
+    assert release_within(release, first, last) is within
+
+
+def test_a_name_that_must_be_there_may_be_imported_by_the_module() -> None:
+    source = PLAIN.replace("import os", "from engine.residual import batch as residual_batch; import os")
+
+    assert MARK in run(source, "loop-head", present=["residual_batch", "i", "forward_batch"])
+    with pytest.raises(EditError, match="no local named residual_batch, and the module imports none"):
+        run(PLAIN, "loop-head", present=["residual_batch"])
+    with pytest.raises(EditError, match="a local named os"):
+        run(PLAIN.replace("residual = None", "import os"), "loop-head", absent=["os"])
+    assert MARK in run(PLAIN, "loop-head", absent=["os"])  # the module's own name is not the method's
 
 
 NAMES = st.sampled_from(["x = 1", "# note", "", "if x:\n    y = 2", "'''text\n  of two lines'''", "with a:\n    b()"])

@@ -19,7 +19,7 @@ def hosts(count: int) -> list[HostConfig]:
 
 def test_outcomes_keep_the_order_of_the_hosts() -> None:
     def work(host: Host) -> str:
-        time.sleep(0.05 if host.config.name == "h0" else 0)
+        time.sleep(0.5 if host.config.name == "h0" else 0)
         return host.config.name
 
     seen: list[str] = []

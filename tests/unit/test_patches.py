@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fleetdump import patches
-from fleetdump.agent.protocol import Edit, Insertion, PatchSpec, from_json, to_json
+from fleetdump.agent.protocol import Edit, Insertion, PatchSpec, ReleaseArg, from_json, to_json
 from fleetdump.errors import ExitCode, UsageError
 from fleetdump.patches import PatchError, find_patch, load_patch
 from tests.unit.engineinstall import install
@@ -37,7 +37,15 @@ description: |
 mark: full armed
 captures: true
 files: [tap.py]
-server_args: [--disable-radix-cache, --mem-fraction-static, 0.80]
+server_args:
+  - --disable-radix-cache
+  - {flag: --new-flag, first_release: 0.5.14, last_release: 0.5.20.post1, why: it stays off}
+  - --mem-fraction-static
+  - 0.80
+architectures:
+  TinyForCausalLM: [sglang.srt.models.tiny]
+refused:
+  HugeForCausalLM: it has no single stream
 edits:
   - module: sglang.srt.models.tiny
     class: TinyModel
@@ -103,6 +111,9 @@ def test_the_whole_schema(write: Write) -> None:
         captures=True,
         files={"tap.py": "on = True\n"},
         server_args=["--disable-radix-cache", "--mem-fraction-static", "0.80"],
+        release_args=[ReleaseArg("--new-flag", "0.5.14", "0.5.20.post1", "it stays off")],
+        architectures={"TinyForCausalLM": ["sglang.srt.models.tiny"]},
+        refused={"HugeForCausalLM": "it has no single stream"},
         edits=[
             Edit(
                 module="sglang.srt.models.tiny",
@@ -125,6 +136,7 @@ def test_the_whole_schema(write: Write) -> None:
 def test_defaults(write: Write) -> None:
     patch = load_patch(write(MINIMAL))
     assert (patch.mark, patch.captures, patch.files, patch.server_args) == ("", False, {}, [])
+    assert (patch.release_args, patch.architectures, patch.refused) == ([], {}, {})
 
 
 def test_identity_is_that_of_edits_and_files(write: Write) -> None:
@@ -164,6 +176,22 @@ def test_identity_is_that_of_edits_and_files(write: Write) -> None:
         ("edits:", "files: [bad.py]\nedits:", 3, "not UTF-8"),
         ("edits:", "files: [big.py]\nedits:", 3, "larger than"),
         ("edits:", "\tedits:", 3, "tab"),
+        ("edits:", "server_args: [{flag: x}]\nedits:", 3, "not a flag"),
+        ("edits:", "server_args: [{first_release: 0.5.14}]\nedits:", 3, "'flag' is missing"),
+        ("edits:", "server_args: [{flag: --x, first_release: new}]\nedits:", 3, "not a release"),
+        ("edits:", "server_args: [{flag: --x, realese: 1}]\nedits:", 3, "unknown key"),
+        ("edits:", "architectures: {A: []}\nedits:", 3, "names no module"),
+        ("edits:", "architectures: {A: sglang.srt.models.tiny}\nedits:", 3, "expected a list"),
+        ("edits:", "architectures: {A B: [sglang.srt.models.tiny]}\nedits:", 3, "not the name of a class"),
+        ("edits:", "architectures: {A: [sglang.srt.models.tony]}\nedits:", 1, "did you mean 'sglang.srt.models.tiny'"),
+        ("edits:", "refused: [A]\nedits:", 3, "expected a mapping"),
+        ("edits:", "refused: {A: }\nedits:", 3, "expected text"),
+        (
+            "edits:",
+            "architectures: {A: [sglang.srt.models.tiny]}\nrefused: {A: why}\nedits:",
+            1,
+            "refused.A: stands under architectures too",
+        ),
     ],
 )
 def test_mistakes_have_lines(write: Write, old: str, new: str, line: int, fragment: str) -> None:

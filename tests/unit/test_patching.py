@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fleetdump.agent import patching, patchrecord
 from fleetdump.agent.patching import patch, read_state, revert
-from fleetdump.agent.protocol import AgentFailure, PatchArgs, PatchSpec, RevertArgs
+from fleetdump.agent.protocol import AgentFailure, PatchArgs, PatchResult, PatchSpec, RevertArgs
 from tests.unit.engineinstall import MODEL, Install, compile_model, context, install, spec
 
 
@@ -145,6 +146,88 @@ def test_a_hard_link_of_another_environment_is_not_written_through(engine: Insta
     apply(spec())
 
     assert (tmp_path / "cache.py").read_bytes() == MODEL
+
+
+# --------------------------------------------------------------------------- models choose the files
+@pytest.fixture
+def two(engine: Install) -> PatchSpec:
+    """A patch of two model files and of one that every model needs; the engine has them all."""
+    wanted = spec()
+    tiny = wanted.edits[0]
+    for name in ("other", "common"):
+        shutil.copy(engine.model, engine.model.with_name(f"{name}.py"))
+        wanted.edits.append(replace(tiny, module=f"sglang.srt.models.{name}"))
+    wanted.architectures = {"Tiny": [tiny.module], "Other": ["sglang.srt.models.other"]}
+    wanted.refused = {"Strange": "its stream is another"}
+    return wanted
+
+
+def model(folder: Path, architecture: str) -> str:
+    path = folder / architecture
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"architectures": [architecture], "num_hidden_layers": 1}))
+    (path / "model.safetensors").write_bytes(b"")
+    return str(path)
+
+
+def patched_files(engine: Install) -> list[str]:
+    return sorted(path.stem for path in engine.model.parent.glob("*.py") if b"# fleetdump:" in path.read_bytes())
+
+
+def test_only_what_the_models_run_is_patched_and_a_second_model_adds_its_own(
+    engine: Install, two: PatchSpec, tmp_path: Path
+) -> None:
+    before = engine.tree()
+    tiny, other = model(tmp_path, "Tiny"), model(tmp_path, "Other")
+
+    def apply_for(*models: str, dry_run: bool = False) -> PatchResult:
+        return patch(PatchArgs(engine.python, two, models=list(models), dry_run=dry_run), context(tmp_path))
+
+    assert apply_for(tiny, dry_run=True).diff.count("+++ ") == 2
+    assert apply_for(tiny).changed
+    assert patched_files(engine) == ["common", "tiny"]
+    assert read_state(engine.python, two, models=[tiny]).state == "ours"
+    assert read_state(engine.python, two, models=[other]).state == "other"
+    assert not apply_for(tiny).changed
+
+    assert apply_for(other).changed  # tiny's server may still run: its file stays patched
+    assert patched_files(engine) == ["common", "other", "tiny"]
+    assert not apply_for(tiny, other).changed
+    assert read_state(engine.python, two, models=[tiny]).state == "ours"
+
+    undo(engine, tmp_path)
+    assert engine.tree() == before
+
+
+def test_a_refused_model_stops_the_patch_before_any_file_changes(
+    engine: Install, two: PatchSpec, tmp_path: Path
+) -> None:
+    before = engine.tree()
+    models = [model(tmp_path, "Tiny"), model(tmp_path, "Strange")]
+
+    error = failure(lambda: patch(PatchArgs(engine.python, two, models=models), context(tmp_path))).error
+
+    assert (error.code, error.why) == ("conflict", "its stream is another")
+    assert "architecture Strange" in error.what
+    assert engine.tree() == before
+
+
+def test_a_model_that_is_not_here_has_every_file_patched(engine: Install, two: PatchSpec, tmp_path: Path) -> None:
+    patch(PatchArgs(engine.python, two, models=["somebody/model"]), context(tmp_path))
+
+    assert patched_files(engine) == ["common", "other", "tiny"]
+
+
+def test_somebody_elses_edit_of_a_file_that_the_model_does_not_run_is_no_obstacle(
+    engine: Install, two: PatchSpec, tmp_path: Path
+) -> None:
+    record = next(engine.site.glob("*.dist-info/RECORD"))
+    record.write_text(record.read_text() + "sglang/srt/models/other.py,sha256=AAAA,1\n")
+    args = PatchArgs(engine.python, two, models=[model(tmp_path, "Tiny")])
+
+    assert patch(args, context(tmp_path)).changed
+    args.models = [model(tmp_path, "Other")]
+    assert failure(lambda: patch(args, context(tmp_path))).error.code == "conflict"
 
 
 # --------------------------------------------------------------------------- other people's work

@@ -27,6 +27,7 @@ from fleetdump.agent.protocol import (
     LaunchArgs,
     LogsArgs,
     PatchSpec,
+    ReleaseArg,
     ServerSpec,
     StatusArgs,
     StopArgs,
@@ -114,6 +115,19 @@ def test_the_same_launch_again_is_reused_and_another_is_a_conflict(server: Serve
         error = failure(other, ctx).error
         assert (error.code, "--replace" in error.next_step) == ("conflict", True)
     assert procfs.is_alive(first.state.pid, first.state.start_time)
+
+
+def test_the_patchs_arguments_follow_the_release_and_the_users_own_win(server: ServerSpec, ctx: AgentContext) -> None:
+    server.args = ["--cache", "off"]
+    patch = PatchSpec("p", "1", "00", [], server_args=["--x", "--cache", "on"])
+    patch.release_args = [ReleaseArg("--old", last_release="0.5.13"), ReleaseArg("--new", "0.5.14")]
+
+    launched = launch(LaunchArgs(server, patch), ctx)
+
+    assert launched.argv[-4:] == ["--cache", "off", "--x", "--new"]
+    assert launched.added_args == ["--x", "--new"]
+    assert launch(LaunchArgs(server, patch), ctx).added_args == ["--x", "--new"]
+    assert launch(LaunchArgs(server, replace=True), ctx).added_args == []
 
 
 def test_replace_stops_ours_rotates_the_log_and_starts_anew(server: ServerSpec, ctx: AgentContext) -> None:
