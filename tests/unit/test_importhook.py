@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetdump.agent import checks, importhook, patching
+from fleetdump.agent import checks, importhook, patching, sitehook
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.patching import patch
 from fleetdump.agent.protocol import AgentFailure, Interpreter, LaunchArgs, PatchArgs, PatchSpec, ServerSpec
@@ -207,3 +208,34 @@ def test_the_hooks_folder_holds_nothing_that_could_hide_a_module(engine: Install
     assert list(described["modules"]) == ["sglang.srt.models.tiny"]
     code = "import sys; sys.path.insert(0, sys.argv[1]); import sitecustomize; print(len(sys.meta_path))"
     assert subprocess.run([sys.executable, "-I", "-c", code, str(hook)], capture_output=True).returncode == 0
+
+
+def test_the_hook_in_this_process(
+    engine: Install, server, ctx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the servers above ran, where coverage sees it; the environment's own ``sitecustomize`` included."""
+    wanted = spec(files={"fleetdump_probe.py": PROBE})
+    importhook.write(tmp_path / "hook", wanted, importhook.plan(server, wanted, False, ctx))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "sitecustomize.py").write_text("print('theirs', __name__)\n")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delitem(sys.modules, "sitecustomize", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "hook"), str(tmp_path / "theirs"), *sys.path])
+
+    sitehook.install(str(tmp_path / "hook"))
+    sitehook.run_next(str(tmp_path / "hook"))
+    finder = sys.meta_path[0]
+    found = finder.find_spec("sglang.srt.models.tiny", [str(engine.model.parent)], None)
+
+    assert capfd.readouterr().out == "theirs sitecustomize\n"
+    assert finder.find_spec("sglang.srt.models.other", [str(engine.model.parent)], None) is None
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    assert module.fleetdump_probe.VERSION == "1"
+    assert module.__file__ == str(engine.model)
+    engine.model.write_bytes(MODEL + b"# newer\n")
+    with pytest.raises(ImportError, match="has changed since"):
+        found.loader.exec_module(module)
+    del sys.modules["fleetdump_probe"], sys.modules["sitecustomize"]
