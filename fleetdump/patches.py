@@ -15,6 +15,10 @@
       DeepseekV3ForCausalLM: [sglang.srt.models.deepseek_v2]
     refused:                            # architectures that the patch would be wrong for, and why; optional
       DeepseekV4ForCausalLM: its residual stream is not one vector a token
+    changes:                            # any files of the package; the first that is for the release is applied
+      - diff: sglang-0.5.20.patch       # of this directory: a unified diff ...
+        first_release: 0.5.20           # (releases as below)
+      - script: apply_change.py         # ... or a script that edits the copy of the package that it is given
     edits:
       - module: sglang.srt.models.deepseek_v2
         class: DeepseekV2Model
@@ -27,12 +31,18 @@
         insertions:
           - at: loop-head               # module-imports, method-head, loop-head or after-loop
             lines: ["tap.enter(i, hidden_states, residual)"]
+
+One of ``edits`` and ``changes`` is enough. A directory without ``patch.yaml`` that holds one ``*.patch`` or ``*.diff``
+file, or one ``apply_*.py``, is a patch too: for any release, called like the directory, its version the beginning of
+its hash.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
+import dataclasses
 import hashlib
 import importlib.resources
 import json
@@ -44,7 +54,8 @@ from typing import Any, TypeVar
 
 from yaml.nodes import MappingNode, Node
 
-from fleetdump.agent.protocol import Edit, Insertion, PatchSpec, ReleaseArg, to_json
+from fleetdump.agent import unidiff
+from fleetdump.agent.protocol import Edit, Insertion, PackageChange, PatchSpec, ReleaseArg, to_json
 from fleetdump.errors import UsageError
 from fleetdump.suggest import did_you_mean
 from fleetdump.yamlmarks import Mistake, Parser, Reader, Schema, Wrong, YamlError
@@ -53,6 +64,7 @@ T = TypeVar("T")
 
 PATCH_FILE = "patch.yaml"
 PLACES = ("module-imports", "method-head", "loop-head", "after-loop")
+LONE_FILES = ("*.patch", "*.diff", "apply_*.py")
 MAX_PATCH_FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*\Z")
@@ -73,12 +85,11 @@ def find_patch(name_or_path: str) -> Path:
     """
     if "/" in name_or_path:
         directory = Path(os.path.expanduser(name_or_path))
-        if not (directory / PATCH_FILE).is_file():
-            raise UsageError(
-                "no patch there", str(directory), f"it has no {PATCH_FILE}", "give a patch directory or name"
-            )
+        if not (directory / PATCH_FILE).is_file() and not _lone_changes(directory):
+            why = f"it has no {PATCH_FILE}, and no diff or apply_*.py either"
+            raise UsageError("no patch there", str(directory), why, "give a patch directory or name")
         return directory
-    known = dict(_known_patches())
+    known = dict(known_patches())
     if name_or_path not in known:
         raise UsageError(
             f"no patch is called {name_or_path!r}{did_you_mean(name_or_path, known)}",
@@ -88,11 +99,17 @@ def find_patch(name_or_path: str) -> Path:
     return known[name_or_path]
 
 
-def _known_patches() -> Iterator[tuple[str, Path]]:
+def known_patches() -> Iterator[tuple[str, Path]]:
     """Name and directory of each; a later one of the same name wins, so the user's own come last."""
     for root in _patch_roots():
-        for patch_file in sorted(root.glob(f"*/{PATCH_FILE}")):
-            yield patch_file.parent.name, patch_file.parent
+        for directory in sorted(root.glob("*/")):
+            if (directory / PATCH_FILE).is_file() or _lone_changes(directory):
+                yield directory.name, directory
+
+
+def _lone_changes(directory: Path) -> list[Path]:
+    """The diffs and scripts of a directory, of which there must be just one where it has no ``patch.yaml``."""
+    return sorted(path for pattern in LONE_FILES for path in directory.glob(pattern) if path.is_file())
 
 
 def _patch_roots() -> Iterator[Path]:
@@ -105,20 +122,52 @@ def _patch_roots() -> Iterator[Path]:
 
 def load_patch(path: Path) -> PatchSpec:
     """Read a patch directory. Raises ``PatchError`` with every mistake, each with its line in ``patch.yaml``."""
+    if not (path / PATCH_FILE).is_file() and (lone := _lone_changes(path)):
+        return _load_lone(path, lone)
     reader = Reader(path / PATCH_FILE)
     values: dict[str, Any] = {}
     root = reader.document()
     if root is not None:
         with contextlib.suppress(Wrong):
-            values = reader.fields(root, "", _PATCH, required=("name", "version", "edits"))
+            values = reader.fields(root, "", _PATCH, required=("name", "version"))
+            if not {"edits", "changes"} & (values.keys() | reader.wrong_keys):
+                reader.note(root, "key 'edits' is missing, or 'changes'")
             _check_architectures(reader, root, values)
     if reader.mistakes:
         raise PatchError(reader.path, reader.mistakes)
     values.pop("description", None)
+    values.setdefault("edits", [])
     args = values.pop("server_args", [])
     values["server_args"] = [arg for arg in args if isinstance(arg, str)]
     values["release_args"] = [arg for arg in args if isinstance(arg, ReleaseArg)]
-    return PatchSpec(sha256=patch_sha256(values["edits"], values.get("files", {})), **values)
+    changes = values.get("changes", [])
+    return PatchSpec(sha256=patch_sha256(values["edits"], values.get("files", {}), changes), **values)
+
+
+def _load_lone(directory: Path, lone: list[Path]) -> PatchSpec:
+    """A directory that holds nothing but one diff or script."""
+    reader = Reader(lone[0])
+    change = None
+    name = directory.resolve().name
+    if len(lone) > 1:
+        reader.note(
+            0, f"{directory} holds {len(lone)} diffs and scripts, and no {PATCH_FILE} that says which is for what"
+        )
+    elif not _NAME.match(name):
+        reader.note(0, f"{name!r} is not a name for a patch (letters, digits, '.', '_', '-')")
+    else:
+        with contextlib.suppress(Wrong):
+            change = _read_change(reader, 0, lone[0], "script" if lone[0].suffix == ".py" else "diff")
+    if change is None:
+        raise PatchError(reader.path, reader.mistakes)
+    digest = patch_sha256([], {}, [change])
+    return PatchSpec(name, digest[:12], digest, edits=[], changes=[change])
+
+
+def patch_sha256(edits: list[Edit], files: dict[str, str], changes: list[PackageChange] | None = None) -> str:
+    """The identity of a patch: SHA-256 over the canonical JSON of its edits, files and, where it has any, changes."""
+    content = {"edits": to_json(edits), "files": files, **({"changes": to_json(changes)} if changes else {})}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _check_architectures(reader: Reader, root: Node, values: dict[str, Any]) -> None:
@@ -131,12 +180,6 @@ def _check_architectures(reader: Reader, root: Node, values: dict[str, Any]) -> 
                 reader.note(root, f"architectures.{name}: no edit is for {module}{did_you_mean(module, edited)}")
     for name in known.keys() & values.get("refused", {}).keys():
         reader.note(root, f"refused.{name}: stands under architectures too")
-
-
-def patch_sha256(edits: list[Edit], files: dict[str, str]) -> str:
-    """The identity of a patch: SHA-256 over the canonical JSON of its edits and files."""
-    text = json.dumps({"edits": to_json(edits), "files": files}, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --------------------------------------------------------------------------- parsers of patch.yaml
@@ -264,6 +307,46 @@ def _files(reader: Reader, node: Node, what: str) -> dict[str, str]:
     return dict(reader.list_of(_patch_file, node, what))
 
 
+def _change(reader: Reader, node: Node, what: str) -> PackageChange:
+    values = reader.fields(node, what, _CHANGE)
+    kinds = [kind for kind in ("diff", "script") if kind in values]
+    if len(kinds) != 1:
+        reader.fail(node, f"{what}: needs one of 'diff' and 'script'")
+    change = _read_change(reader, node, reader.path.parent / values.pop(kinds[0]), kinds[0])
+    return dataclasses.replace(change, **values)
+
+
+def _read_change(reader: Reader, node: Node | int, path: Path, kind: str) -> PackageChange:
+    """A diff or script, read and looked at: what is wrong with it should not first be found on a host."""
+    try:
+        data = path.read_bytes()
+        if len(data) > MAX_PATCH_FILE_BYTES:
+            reader.fail(node, f"{path.name} is larger than {MAX_PATCH_FILE_BYTES >> 20} MiB")
+        if kind == "diff":
+            unidiff.parse(data)
+        else:
+            ast.parse(data)
+    except OSError as error:
+        reader.fail(node, f"{path.name} cannot be read: {error.strerror}")
+    except (unidiff.DiffError, SyntaxError, ValueError) as error:
+        reader.fail(node, f"{path.name}: {error}")
+    return PackageChange(kind, path.name, base64.b64encode(data).decode())
+
+
+def _script_name(reader: Reader, node: Node, what: str) -> str:
+    name = _name(reader, node, what)
+    if not name.endswith(".py"):
+        reader.fail(node, f"{what}: {name} is not a Python script (x.py)")
+    return name
+
+
+def _changes(reader: Reader, node: Node, what: str) -> list[PackageChange]:
+    changes = reader.list_of(_change, node, what)
+    if not reader.items(node, what):
+        reader.fail(node, f"{what}: has no change")
+    return changes
+
+
 def _insertion(reader: Reader, node: Node, what: str) -> Insertion:
     values = reader.fields(node, what, _INSERTION, required=_INSERTION)
     if len(values) < len(_INSERTION):
@@ -294,6 +377,13 @@ def _edits(reader: Reader, node: Node, what: str) -> list[Edit]:
     return edits
 
 
+_CHANGE: Schema = {
+    "diff": _name,
+    "script": _script_name,
+    "first_release": _release,
+    "last_release": _release,
+    "verified": _releases,
+}
 _INSERTION: Schema = {"at": _place, "lines": _code}
 _RELEASE_ARG: Schema = {
     "flag": _flag,
@@ -323,4 +413,5 @@ _PATCH: Schema = {
     "architectures": _architectures,
     "refused": _refused,
     "edits": _edits,
+    "changes": _changes,
 }

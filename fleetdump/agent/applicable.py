@@ -17,6 +17,8 @@ def choose_edits(spec: PatchSpec, release: str, architectures: Sequence[str]) ->
     where the patch maps none, it is every module that has an edit for the release. Raises ``AgentFailure`` conflict
     for an architecture that the patch refuses or does not know, and for a release that it has no edit for.
     """
+    if not spec.edits:  # a diff or script alone: agent/packagechange.py chooses among those
+        return []
     fitting = {e.module for e in spec.edits if release_within(release, e.first_release, e.last_release)}
     if not fitting:
         raise _does_not_fit(spec, f"sglang {release}", _spans(spec.edits, release))

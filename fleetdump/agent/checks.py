@@ -47,7 +47,11 @@ def blocked(key: str, failure: AgentFailure) -> Finding:
 
 # --------------------------------------------------------------------------- engine, patch, model
 def check_engine(
-    interpreter: Interpreter, models: Sequence[str], spec: Optional[PatchSpec], ctx: AgentContext
+    interpreter: Interpreter,
+    models: Sequence[str],
+    spec: Optional[PatchSpec],
+    ctx: AgentContext,
+    delivery: str = patching.IN_PLACE,
 ) -> Checked:
     """The server's interpreter, its sglang, and whether ``spec`` is applied, or would apply, for ``models``."""
     try:
@@ -63,20 +67,30 @@ def check_engine(
         if spec is None:
             level = "warning" if state.state == "unknown" else "ok"
             found.findings.append(Finding("patch", level, f"patch state: {state.state} {state.patch}".strip()))
-        elif state.state == "ours":
+        elif state.state == "ours" and delivery == patching.IN_PLACE:
             found.findings.append(Finding("patch", "ok", f"patch {spec.name} {spec.version} is applied"))
         else:
-            found.findings.append(_would_apply(interpreter, models, spec, ctx))
+            wanted = PatchArgs(
+                interpreter.python,
+                spec,
+                dry_run=True,
+                env=interpreter.env,
+                delivery=delivery,
+                models=list(models),
+            )
+            found.findings.append(_would_apply(wanted, ctx))
     except AgentFailure as failure:
         found.findings.append(blocked("patch", failure))
     return found
 
 
-def _would_apply(interpreter: Interpreter, models: Sequence[str], spec: PatchSpec, ctx: AgentContext) -> Finding:
-    args = PatchArgs(interpreter.python, spec, dry_run=True, env=interpreter.env, models=list(models))
+def _would_apply(args: PatchArgs, ctx: AgentContext) -> Finding:
+    spec, delivery = args.patch, args.delivery
     plan = patching.patch(args, ctx)
     text = f"patch {spec.name} {spec.version} would apply"
-    if plan.before.state == "other":
+    if delivery == patching.IMPORT_HOOK:
+        text += " through the import hook"
+    elif plan.before.state == "other":
         text += f", replacing {plan.before.patch} {plan.before.version}"
     if plan.verified:
         return Finding("patch", "ok", text)

@@ -58,7 +58,7 @@ if spec is not None and spec.submodule_search_locations:
     hashes = answer["recorded"] = {}
     for module in asked["modules"]:
         relative = module.replace(".", "/")
-        for candidate in (relative + ".py", relative + "/__init__.py"):
+        for candidate in [module] if "/" in module else [relative + ".py", relative + "/__init__.py"]:
             path = os.path.join(parent, candidate)
             if os.path.isfile(path):
                 modules[module] = path
@@ -74,7 +74,8 @@ json.dump(answer, sys.stdout)
 class EngineFacts:
     """The engine that ``python`` would import, asked in environment ``env`` (None: our own). ``package`` is its folder,
     ``site`` the folder on ``sys.path`` where modules beside it are found. ``modules`` has the file of each module asked
-    for that exists, ``recorded`` the SHA-256 that the wheel's RECORD gives for it (none for an editable install)."""
+    for that exists, ``recorded`` the SHA-256 that the wheel's RECORD gives for it (none for an editable install); any
+    file of the package may be asked for by its path, such as ``sglang/srt/x.json``."""
 
     python: str
     python_version: str

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import base64
-import difflib
 import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
-from fleetdump.agent import applicable, engine, patchrecord
+from fleetdump.agent import applicable, engine, packagechange, patchfiles, patchrecord
+from fleetdump.agent.changes import Change, show_diff
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.engine import EngineFacts
-from fleetdump.agent.patchrecord import FOLDER, AddedFile, PatchedModule, PatchRecord
+from fleetdump.agent.package import Package
+from fleetdump.agent.patchrecord import FOLDER, PatchedModule, PatchRecord
 from fleetdump.agent.protocol import (
+    DELIVERIES,
     AgentFailure,
     Edit,
     PatchArgs,
@@ -27,29 +29,30 @@ from fleetdump.agent.protocol import (
 )
 
 MARKER = "fleetdump:"
-DIFF_LINES = 60
+IN_PLACE, IMPORT_HOOK = DELIVERIES
 _RUN_EDIT = "import sys; sys.path.insert(0, sys.argv[1]); from fleetdump.agent.edit import main; main()"
 
 
 @dataclass
-class _Change:
-    """One module's planned edit; ``original`` are the bytes without any patch of ours."""
+class _Foreign:
+    """A file that somebody else changed, why we think so, and a diff where we know what it was. ``recorded``: it was
+    changed after our patch. ``lost``: our patch is in it and its record gone, which no force can undo."""
 
-    module: str
-    path: Path
-    original: bytes
-    edited: bytes
-    verified: bool
+    path: str
+    why: str
+    diff: str = ""
+    recorded: bool = False
+    lost: bool = False
 
 
 @dataclass
 class _Survey:
-    """What was found in one installation. ``foreign`` are files that somebody else changed, each with why we think
-    so and a diff; ``stale``: the package was reinstalled, so the record no longer describes it."""
+    """What was found in one installation. ``stale``: the package was reinstalled, so the record no longer describes
+    it."""
 
     state: PatchState
     record: Optional[PatchRecord] = None
-    foreign: List[Tuple[str, str, str]] = field(default_factory=list)
+    foreign: List[_Foreign] = field(default_factory=list)
     stale: bool = False
     modules: Dict[str, str] = field(default_factory=dict)
     """The file of each module asked for that the engine has."""
@@ -65,21 +68,38 @@ def patch(args: PatchArgs, ctx: AgentContext) -> PatchResult:
     site = Path(facts.site)
     if args.dry_run:
         spec, before = _needed(facts, args.patch, args.models)
-        changes = [] if _is_in(before, spec) else _plan(facts, spec, before, ctx)
-        if changes:
-            _require_writable(facts)
+        changes = [] if _is_in(before, spec) else _plan(facts, spec, before, ctx, args.force)
+        if changes and args.delivery == IN_PLACE:
+            _require_writable(facts, changes)
         return _result(spec, facts, before.state, before.state, changes, before.record)
     _require_writable(facts)
     with patchrecord.locked(site):
         spec, before = _needed(facts, args.patch, args.models)
         if _is_in(before, spec):
             return _result(spec, facts, before.state, before.state, [], before.record)
-        changes = _plan(facts, spec, before, ctx)
+        changes = _plan(facts, spec, before, ctx, args.force)
+        _require_writable(facts, changes)
+        kept = _set_aside(before, ctx)
         if before.record is not None:
-            _take_out(site, before)
-        record = _prepare(site, facts, spec, changes)
-        _put_in(site, record, changes, spec)
-        return _result(spec, facts, before.state, _survey(facts, spec).state, changes, record)
+            patchfiles.take_out(site, before.record, before.stale)
+        record = patchfiles.prepare(site, facts, spec, changes)
+        patchfiles.put_in(site, record, changes, spec)
+        result = _result(spec, facts, before.state, _survey(facts, spec).state, changes, record)
+        return replace(result, kept=kept)
+
+
+def plan_on_clean(args: PatchArgs, ctx: AgentContext) -> List[Change]:
+    """What the patch would do to the engine's files, of which none may hold a patch of ours. Raises as ``patch``."""
+    facts = _facts(args.python, args.patch, args.env, _limit(ctx))
+    spec, survey = _needed(facts, args.patch, args.models)
+    if survey.record is not None and not survey.stale:
+        raise AgentFailure(
+            "conflict",
+            f"patch {survey.record.patch} {survey.record.version} is in the engine's files",
+            where=facts.package,
+            next_step="run `fleetdump revert` first",
+        )
+    return _plan(facts, spec, survey, ctx, args.force)
 
 
 def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
@@ -94,8 +114,9 @@ def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
         before = _survey(facts)
         if before.record is None:
             return RevertResult(False, clean, clean)
-        _refuse_foreign(before)
-        verified = _take_out(site, before)
+        _refuse_foreign(before, args.force)
+        _set_aside(before, ctx)
+        verified = patchfiles.take_out(site, before.record, before.stale)
         return RevertResult(True, before.state, clean, verified)
 
 
@@ -157,14 +178,15 @@ def _survey(facts: EngineFacts, spec: Optional[PatchSpec] = None) -> _Survey:
         survey = _survey_record(facts, record, spec)
     survey.modules = facts.modules
     notes = [survey.state.detail] if survey.state.detail else []
-    known = {m.module for m in record.modules} if record and not survey.stale else set()
+    recorded = record.modules if record and not survey.stale else []
+    known = {m.module for m in recorded} | {os.path.normpath(Path(facts.site) / m.original.path) for m in recorded}
     for module in wanted:
-        if module not in known:
+        if module not in known and facts.modules.get(module) not in known:
             _survey_unrecorded(facts, module, survey, notes)
     survey.state.detail = "; ".join(notes)
     if survey.foreign:
         survey.state.state = "unknown"
-        survey.state.detail = "; ".join([*notes, *(f"{path}: {why}" for path, why, _ in survey.foreign)])
+        survey.state.detail = "; ".join([*notes, *(f"{found.path}: {found.why}" for found in survey.foreign)])
     if wanted and not survey.foreign and not any(module in facts.modules for module in wanted):
         survey.state = PatchState("absent", detail=f"{facts.name} has none of: {', '.join(wanted)}")
     return survey
@@ -185,7 +207,8 @@ def _survey_record(facts: EngineFacts, record: PatchRecord, spec: Optional[Patch
         data = patchrecord.read_bytes(site / added.path)
         files.append("patched" if data is not None else "original")
         if data is not None and patchrecord.sha256(data) != added.sha256:
-            survey.foreign.append((str(site / added.path), "it was changed after our patch", ""))
+            path = str(site / added.path)
+            survey.foreign.append(_Foreign(path, "it was changed after our patch", recorded=True))
     state = survey.state
     if "reinstalled" in modules and "patched" not in modules:
         survey.stale = True
@@ -204,16 +227,16 @@ def _compare(facts: EngineFacts, record: PatchRecord, module: PatchedModule, sur
     site = Path(facts.site)
     path = site / module.original.path
     data = patchrecord.read_bytes(path)
-    digest = patchrecord.sha256(data) if data is not None else "missing"
+    digest = patchrecord.sha256(data) if data is not None else ""
     if digest == module.patched_sha256:
         return "patched"
     if digest == module.original.sha256:
         return "original"
     if digest == facts.recorded.get(module.module) or facts.release != record.release:
         return "reinstalled"
-    wrote = patchrecord.read_bytes(site / FOLDER / module.patched_copy) or b""
+    wrote = patchrecord.read_bytes(site / FOLDER / module.patched_copy) if module.patched_copy else None
     why = "it was changed after our patch" if data is not None else "it is missing"
-    survey.foreign.append((str(path), why, _diff(str(path), wrote, data or b"")))
+    survey.foreign.append(_Foreign(str(path), why, show_diff(str(path), wrote, data), recorded=True))
     return "foreign"
 
 
@@ -226,11 +249,11 @@ def _survey_unrecorded(facts: EngineFacts, module: str, survey: _Survey, notes: 
     data = Path(path).read_bytes()
     expected = facts.recorded.get(module)
     if MARKER.encode() in data:
-        survey.foreign.append((path, "it holds lines of a fleetdump patch whose record is gone", ""))
+        survey.foreign.append(_Foreign(path, "it holds lines of a fleetdump patch whose record is gone", lost=True))
     elif expected is None:
         notes.append(f"{module}: no wheel RECORD to compare with (editable install?), taken as it is")
     elif patchrecord.sha256(data) != expected:
-        survey.foreign.append((path, "its SHA-256 differs from the one in the wheel's RECORD", ""))
+        survey.foreign.append(_Foreign(path, "its SHA-256 differs from the one in the wheel's RECORD"))
 
 
 def _is_in(survey: _Survey, spec: PatchSpec) -> bool:
@@ -241,25 +264,41 @@ def _is_in(survey: _Survey, spec: PatchSpec) -> bool:
     return all(module in held for module in _modules(spec) if module in survey.modules)
 
 
-def _refuse_foreign(survey: _Survey) -> None:
-    if not survey.foreign:
+def _refuse_foreign(survey: _Survey, force: bool = False) -> None:
+    refused = [found for found in survey.foreign if found.lost or not force]
+    if not refused:
         return
-    path, why, diff = survey.foreign[0]
-    others = f" (and {len(survey.foreign) - 1} more)" if len(survey.foreign) > 1 else ""
+    first = refused[0]
+    others = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+    reinstall = "reinstall the same release (pip install --force-reinstall --no-deps sglang==<release>)"
     raise AgentFailure(
         "conflict",
         "a file of sglang was edited by somebody else; it was left alone",
-        where=path + others,
-        why=f"{why}\n{diff}" if diff else why,
-        next_step="undo that edit, or reinstall the same release (pip install --force-reinstall --no-deps"
-        " sglang==<release>), then try again",
+        where=first.path + others,
+        why=f"{first.why}\n{first.diff}" if first.diff else first.why,
+        next_step=f"{reinstall}, then try again"
+        if first.lost
+        else f"undo that edit, or {reinstall}, then try again; or use --force",
     )
 
 
+def _set_aside(survey: _Survey, ctx: AgentContext) -> List[str]:
+    """Copies, in the state directory, of files that were edited after our patch and will be overwritten."""
+    copies = []
+    for number, found in enumerate(survey.foreign):
+        data = patchrecord.read_bytes(Path(found.path)) if found.recorded else None
+        if data is not None:
+            folder = ctx.state.directory("set-aside", time.strftime("%Y%m%dT%H%M%S", time.gmtime()))
+            copy = folder / f"{number}-{os.path.basename(found.path)}"
+            patchrecord.write_durable(copy, data)
+            copies.append(str(copy))
+    return copies
+
+
 # --------------------------------------------------------------------------- planning
-def _plan(facts: EngineFacts, spec: PatchSpec, survey: _Survey, ctx: AgentContext) -> List[_Change]:
-    """Edit every module of the patch in memory; raises ``AgentFailure`` before anything on disk has changed."""
-    _refuse_foreign(survey)
+def _plan(facts: EngineFacts, spec: PatchSpec, survey: _Survey, ctx: AgentContext, force: bool = False) -> List[Change]:
+    """Make every change of the patch in memory; raises ``AgentFailure`` before anything on disk has changed."""
+    _refuse_foreign(survey, force)
     _refuse_taken_names(facts, spec, survey)
     if survey.state.state == "absent":
         raise AgentFailure(
@@ -269,20 +308,45 @@ def _plan(facts: EngineFacts, spec: PatchSpec, survey: _Survey, ctx: AgentContex
             why=survey.state.detail,
             next_step="use a release that the patch names, or a newer patch",
         )
-    kept = {m.module: m for m in survey.record.modules} if survey.record and not survey.stale else {}
-    changes = []
+    package = Package.of(facts, survey.record, survey.stale)
+    changes = _change_files(facts, spec, package, survey, ctx)
+    _refuse_foreign(survey, force)
     for module, edits in _edits_by_module(spec).items():
-        if module in facts.modules:
-            path = Path(facts.modules[module])
-            held = kept.get(module)
-            original = path.read_bytes() if held is None else _kept_bytes(Path(facts.site), held)
-            changes.append(_edit(facts, spec, module, edits, original, ctx))
-    return changes
+        path = package.path_of(module, facts.modules)
+        if path is None:
+            continue
+        earlier = changes.get(path)
+        source = earlier.edited if earlier else package.read(path)
+        facts.modules[module] = str(package.home / path)
+        change = _edit(facts, spec, module, edits, source or b"", ctx)
+        verified = change.verified and (earlier is None or earlier.verified)
+        changes[path] = replace(change, original=package.read(path), verified=verified)
+    return list(changes.values())
+
+
+def _change_files(
+    facts: EngineFacts, spec: PatchSpec, package: Package, survey: _Survey, ctx: AgentContext
+) -> Dict[str, Change]:
+    """What the patch's diff or script does, by path; files that somebody else edited are noted in ``survey``."""
+    chosen = packagechange.choose(spec, facts.release)
+    if chosen is None:
+        return {}
+    contents = packagechange.plan(spec, chosen, facts, package, ctx)
+    originals = {path: package.read(path) for path in contents}
+    unrecorded = [path for path in contents if originals[path] is not None and path not in package.kept]
+    looked_at = engine.query(facts.python, unrecorded, env=facts.env, timeout=_limit(ctx))
+    notes: List[str] = []
+    for path in unrecorded:
+        _survey_unrecorded(looked_at, path, survey, notes)
+    if notes:
+        survey.state.detail = "; ".join(filter(None, [survey.state.detail, *notes]))
+    verified = facts.release in chosen.verified
+    return {p: Change(p, package.home / p, originals[p], new, verified) for p, new in sorted(contents.items())}
 
 
 def _edit(
     facts: EngineFacts, spec: PatchSpec, module: str, edits: List[Edit], original: bytes, ctx: AgentContext
-) -> _Change:
+) -> Change:
     """Have the server's own interpreter make and compile the edit."""
     path = facts.modules[module]
     request = {
@@ -302,7 +366,7 @@ def _edit(
             why=answer["refused"],
             next_step="use a release that the patch names, or add an edit for this one to the patch",
         )
-    return _Change(module, Path(path), original, base64.b64decode(answer["source"]), answer["verified"])
+    return Change(module, Path(path), original, base64.b64decode(answer["source"]), answer["verified"])
 
 
 def _refuse_taken_names(facts: EngineFacts, spec: PatchSpec, survey: _Survey) -> None:
@@ -318,93 +382,6 @@ def _refuse_taken_names(facts: EngineFacts, spec: PatchSpec, survey: _Survey) ->
                 where=str(Path(facts.site) / name),
                 next_step="move that file away, or rename the patch's file",
             )
-
-
-def _kept_bytes(site: Path, module: PatchedModule) -> bytes:
-    """The original of a patched module, from our copy; a damaged copy must never be put back."""
-    data = patchrecord.read_bytes(site / FOLDER / module.original.copy)
-    if data is None or patchrecord.sha256(data) != module.original.sha256:
-        raise AgentFailure(
-            "failed",
-            "our copy of the original file is missing or damaged",
-            where=str(site / FOLDER / module.original.copy),
-            next_step=f"reinstall sglang there (pip install --force-reinstall --no-deps), then remove {site / FOLDER}",
-        )
-    return data
-
-
-# --------------------------------------------------------------------------- changing files
-def _prepare(site: Path, facts: EngineFacts, spec: PatchSpec, changes: Sequence[_Change]) -> PatchRecord:
-    """Keep all originals and write the record, durably; no file of the package has changed yet."""
-    modules = []
-    for number, change in enumerate(changes):
-        original = patchrecord.keep(site, change.path, f"{number}.original")
-        patched = patchrecord.sha256(change.edited)
-        patchrecord.write_durable(site / FOLDER / f"{number}.patched", change.edited)
-        bytecode = [
-            patchrecord.keep(site, path, f"{number}.{index}.pyc")
-            for index, path in enumerate(patchrecord.bytecode_of(change.path))
-        ]
-        modules.append(PatchedModule(change.module, original, patched, f"{number}.patched", bytecode))
-    record = PatchRecord(
-        patch=spec.name,
-        version=spec.version,
-        sha256=spec.sha256,
-        release=facts.release,
-        verified=all(c.verified for c in changes),
-        modules=modules,
-        files=[AddedFile(name, patchrecord.sha256(text.encode())) for name, text in sorted(spec.files.items())],
-        applied_at=time.time(),
-    )
-    patchrecord.save(site, record)
-    return record
-
-
-def _put_in(site: Path, record: PatchRecord, changes: Sequence[_Change], spec: PatchSpec) -> None:
-    # The patch's own files first: an edited module that cannot import its tap would break the engine.
-    for name, text in spec.files.items():
-        patchrecord.replace(site / name, text.encode())
-    for module, change in zip(record.modules, changes):
-        patchrecord.replace(change.path, change.edited, module.original)
-        _drop_bytecode(change.path)
-
-
-def _take_out(site: Path, survey: _Survey) -> List[str]:
-    """Undo what the record says, modules first; returns the files that were verified to be the originals."""
-    record = survey.record
-    if record is None:
-        return []
-    verified: List[str] = []
-    if not survey.stale:
-        for module in record.modules:
-            _kept_bytes(site, module)
-        verified = [_restore_module(site, module) for module in record.modules]
-    for added in record.files:
-        path = site / added.path
-        patchrecord.remove_temporary(path)
-        patchrecord.remove(path)
-        _drop_bytecode(path)
-    patchrecord.forget(site)
-    return verified
-
-
-def _restore_module(site: Path, module: PatchedModule) -> str:
-    path = site / module.original.path
-    patchrecord.remove_temporary(path)
-    _drop_bytecode(path)
-    patchrecord.restore(site, module.original)
-    for compiled in module.bytecode:
-        patchrecord.remove_temporary(site / compiled.path)
-        patchrecord.restore(site, compiled)
-    if patchrecord.sha256(path.read_bytes()) != module.original.sha256:
-        raise AgentFailure("failed", "the restored file is not the original", where=str(path))
-    return str(path)
-
-
-def _drop_bytecode(path: Path) -> None:
-    """Cached bytecode of ``path`` may be of the kind that Python never checks against its source."""
-    for compiled in patchrecord.bytecode_of(path):
-        patchrecord.remove(compiled)
 
 
 # --------------------------------------------------------------------------- small things
@@ -424,24 +401,19 @@ def _limit(ctx: AgentContext) -> float:
     return max(1.0, min(30.0, ctx.remaining()))
 
 
-def _require_writable(facts: EngineFacts) -> None:
-    for folder in [facts.site, *(os.path.dirname(path) for path in facts.modules.values())]:
+def _require_writable(facts: EngineFacts, changes: Sequence[Change] = ()) -> None:
+    folders = [facts.site, *(os.path.dirname(path) for path in facts.modules.values())]
+    folders += [str(next(folder for folder in change.path.parents if folder.is_dir())) for change in changes]
+    for folder in dict.fromkeys(folders):
         if not os.access(folder, os.W_OK | os.X_OK):
             raise AgentFailure(
                 "permission",
                 "the installed package cannot be changed",
                 where=folder,
                 why="no write permission, or a read-only file system",
-                next_step="run as the owner of that folder, or install sglang into an environment that you may write",
+                next_step="use `fleetdump deploy --delivery import-hook`, which changes no file of sglang; or run as"
+                " the owner of that folder, or install sglang into an environment that you may write",
             )
-
-
-def _diff(path: str, old: bytes, new: bytes) -> str:
-    """A unified diff, cut after ``DIFF_LINES`` lines."""
-    before, after = (data.decode("utf-8", "replace").splitlines() for data in (old, new))
-    lines = list(difflib.unified_diff(before, after, path, path, n=2, lineterm=""))
-    more = [f"… {len(lines) - DIFF_LINES} more lines"] if len(lines) > DIFF_LINES else []
-    return "\n".join(lines[:DIFF_LINES] + more)
 
 
 def _result(
@@ -449,10 +421,10 @@ def _result(
     facts: EngineFacts,
     before: PatchState,
     after: PatchState,
-    changes: Sequence[_Change],
+    changes: Sequence[Change],
     record: Optional[PatchRecord],
 ) -> PatchResult:
-    diffs = [_diff(str(c.path), c.original, c.edited) for c in changes]
+    diffs = [c.diff() for c in changes]
     if changes:
         diffs += [f"new file {Path(facts.site) / name} ({len(text)} characters)" for name, text in spec.files.items()]
     verified = all(c.verified for c in changes) if changes else bool(record and record.verified)

@@ -41,7 +41,9 @@ class KeptFile:
 
 @dataclass
 class PatchedModule:
-    """One module: its original, what we wrote (hash, and a copy to compare with), and its bytecode, taken away."""
+    """One module, or another file of the package (``module`` is then its path, ``sglang/srt/x.json``): its original,
+    what we wrote (hash, and a copy to compare with; both empty where the patch deletes it), and its bytecode, taken
+    away."""
 
     module: str
     original: KeptFile
@@ -52,7 +54,7 @@ class PatchedModule:
 
 @dataclass
 class AddedFile:
-    """A file of the patch in site-packages, and its SHA-256."""
+    """A file that the patch made, in site-packages or inside the package, and its SHA-256."""
 
     path: str
     sha256: str
@@ -70,6 +72,8 @@ class PatchRecord:
     modules: List[PatchedModule]
     files: List[AddedFile]
     applied_at: float
+    folders: List[str] = field(default_factory=list)
+    """Folders that the patch made for its files, each before those inside it."""
     v: int = 1
 
 

@@ -38,10 +38,8 @@ def probe(args: ProbeArgs, ctx: AgentContext) -> ProbeResult:
 def questions_for(args: ProbeArgs, ctx: AgentContext) -> List[Question]:
     """All checks that apply to ``args``, in the order in which people read them."""
     engines = interpreters(args.servers)
-    questions = [
-        Question("engine", 60.0, partial(checks.check_engine, e, models_of(args.servers, e), args.patch, ctx))
-        for e in engines
-    ]
+    ask = partial(checks.check_engine, spec=args.patch, ctx=ctx, delivery=args.delivery)
+    questions = [Question("engine", 60.0, partial(ask, e, models_of(args.servers, e))) for e in engines]
     for number, server in enumerate(args.servers):
         layers = args.layers if number == 0 else []
         questions.append(Question("model", 20.0, partial(checks.check_model, server, layers)))

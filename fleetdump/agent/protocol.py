@@ -223,6 +223,24 @@ class Edit:
 
 
 @dataclass
+class PackageChange:
+    """A change of any files of the engine's package. ``kind``: ``diff`` (a unified diff) or ``script`` (a Python script
+    that edits a copy of the package). ``data`` is the file's bytes, base64. ``verified`` lists releases that tests
+    have run."""
+
+    kind: str
+    name: str
+    data: str
+    first_release: str = ""
+    last_release: str = ""
+    verified: List[str] = field(default_factory=list)
+
+
+DELIVERIES = ("in-place", "import-hook")
+"""How a patch comes into the engine: in its files, or in the launched process alone, as the module is imported."""
+
+
+@dataclass
 class ReleaseArg:
     """A flag that servers with the patch get on the releases of a closed range (an empty bound is open)."""
 
@@ -234,9 +252,10 @@ class ReleaseArg:
 
 @dataclass
 class PatchSpec:
-    """A patch as data: for each module the first edit that fits is applied; ``files`` (name to text) go beside the
-    engine's package in site-packages. ``sha256`` identifies edits and files together. ``mark`` is a string that
-    every rank must log before the server counts as ready (empty: none).
+    """A patch as data. Of ``changes`` the first that fits the release is applied, then for each module the first of
+    ``edits`` that fits; ``files`` (name to text) go beside the engine's package in site-packages. ``sha256``
+    identifies edits, files and changes together. ``mark`` is a string that every rank must log before the server
+    counts as ready (empty: none).
 
     ``architectures`` maps what a model's config.json may name to modules, of which the first that has an edit for the
     engine's release is patched; ``refused`` maps it to the reason why the patch is wrong for such a model. Servers get
@@ -250,6 +269,7 @@ class PatchSpec:
     mark: str = ""
     captures: bool = False
     server_args: List[str] = field(default_factory=list)
+    changes: List[PackageChange] = field(default_factory=list)
     release_args: List[ReleaseArg] = field(default_factory=list)
     architectures: Dict[str, List[str]] = field(default_factory=dict)
     refused: Dict[str, str] = field(default_factory=dict)
@@ -281,6 +301,7 @@ class ProbeArgs:
     need_bytes: int = 0
     layers: List[int] = field(default_factory=list)
     """Entry ids that the capture wants, to be checked against the model's number of layers."""
+    delivery: str = "in-place"
 
 
 @dataclass
@@ -324,6 +345,8 @@ class ServerState:
     """Empty before one ran, ``passed``, or why the last one failed."""
     started_at: float = 0.0
     uptime: float = 0.0
+    delivery: str = "in-place"
+    """How its patch came in, one of ``DELIVERIES``."""
 
 
 @dataclass
@@ -361,13 +384,16 @@ class ProbeResult:
 @dataclass
 class PatchArgs:
     """Apply (or only plan) a patch to the engine that ``python`` imports with ``env`` set. Applying twice changes
-    nothing."""
+    nothing. ``force``: a file that somebody else edited is taken as it is, and one that was edited after our patch is
+    put aside in the state directory. ``delivery`` import-hook is planned only: ``launch`` delivers it."""
 
     python: str
     patch: PatchSpec
     dry_run: bool = False
     env: Dict[str, str] = field(default_factory=dict)
     """As in ``Interpreter``."""
+    force: bool = False
+    delivery: str = "in-place"
     models: List[str] = field(default_factory=list)
     """Model directories of the servers that import this engine: only the modules that they run are patched. Empty,
     or a model that has no directory here: every module of the patch."""
@@ -383,15 +409,19 @@ class PatchResult:
     engine: str
     verified: bool
     diff: str = ""
+    kept: List[str] = field(default_factory=list)
+    """Copies of files that ``force`` overwrote."""
 
 
 @dataclass
 class RevertArgs:
-    """Restore the engine that ``python`` imports with ``env`` set, byte for byte."""
+    """Restore the engine that ``python`` imports with ``env`` set, byte for byte. ``force``: files that were edited
+    after our patch are put aside in the state directory and restored too."""
 
     python: str
     env: Dict[str, str] = field(default_factory=dict)
     """As in ``Interpreter``."""
+    force: bool = False
 
 
 @dataclass
@@ -414,6 +444,9 @@ class LaunchArgs:
     patch: Optional[PatchSpec] = None
     capture: Optional[CaptureSpec] = None
     replace: bool = False
+    delivery: str = "in-place"
+    force: bool = False
+    """For the import hook, as in ``PatchArgs``."""
 
 
 @dataclass

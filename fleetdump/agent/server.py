@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, List, Optional, Set, Tuple
 
-from fleetdump.agent import engine, procfs
+from fleetdump.agent import engine, importhook, procfs
 from fleetdump.agent.applicable import release_arguments
 from fleetdump.agent.arguments import added_arguments, merge_arguments, refuse_own_options
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.formats import SERVER_NAME
 from fleetdump.agent.jsonl import write_json
+from fleetdump.agent.patching import IMPORT_HOOK
 from fleetdump.agent.procfs import ProcSample, is_alive
 from fleetdump.agent.protocol import (
     AgentFailure,
@@ -53,7 +54,8 @@ class ServerRecord:
     ``stop``. ``identity`` is the SHA-256 of the full argv, environment, patch and capture settings: a launch with the
     same identity is the same server. ``boot`` is the kernel's boot id: start times count from boot.
     ``selfcheck`` is empty before one ran, ``passed``, or why the last one failed.
-    ``import_env`` are the values of ``protocol.IMPORT_VARIABLES`` in its environment, for workers of this server."""
+    ``import_env`` are the values of ``protocol.IMPORT_VARIABLES`` in its environment, for workers of this server;
+    ``delivery`` is how its patch came in (``protocol.DELIVERIES``)."""
 
     name: str
     pid: int
@@ -81,6 +83,7 @@ class ServerRecord:
     boot: str = ""
     import_env: Dict[str, str] = field(default_factory=dict)
     selfcheck: str = ""
+    delivery: str = "in-place"
     v: int = 1
 
 
@@ -150,6 +153,7 @@ def server_state(record: ServerRecord) -> ServerState:
         selfcheck=record.selfcheck,
         started_at=record.started_at,
         uptime=time.time() - record.started_at if running else 0.0,
+        delivery=record.delivery,
     )
 
 
@@ -172,8 +176,14 @@ def launch(args: LaunchArgs, ctx: AgentContext) -> LaunchResult:
             raise _already_runs(record)
     # Members without a launcher are what is left of a server of ours that died: nobody can use them again.
     _check(args, {m.pid for m in members})
+    by_hook = args.patch if args.delivery == IMPORT_HOOK else None
+    edits = importhook.plan(args.server, by_hook, args.force, ctx) if by_hook else []
     if record and members:
         _end(record, ctx, grace=30.0)
+    if by_hook:
+        hook = ctx.state.server(args.server.name) / "hook"
+        importhook.write(hook, by_hook, edits)
+        plan.hook = str(hook)
     return _start(args, plan, ctx)
 
 
@@ -186,6 +196,8 @@ class _LaunchPlan:
     identity: str
     added: List[str]
     """Of ``argv``, what the patch added to the server's own arguments."""
+    hook: str = ""
+    """The import hook's folder, where the patch is delivered so."""
 
 
 def _plan(args: LaunchArgs) -> _LaunchPlan:
@@ -209,6 +221,8 @@ def _plan(args: LaunchArgs) -> _LaunchPlan:
     if spec.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
     what = [argv, env, args.patch.sha256 if args.patch else "", to_json(args.capture)]
+    if args.delivery == IMPORT_HOOK:
+        what.append(args.delivery)
     identity = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     return _LaunchPlan(argv, env, identity, added_arguments(spec.args, wanted))
 
@@ -299,8 +313,11 @@ def _start(args: LaunchArgs, plan: _LaunchPlan, ctx: AgentContext) -> LaunchResu
         capture_dir=os.path.expanduser(capture.dir) if capture else "",
         boot=boot_id(),
         import_env=spec.interpreter.env,
+        delivery=args.delivery,
     )
     env = {**inherited_environment(), **plan.env, "FLEETDUMP_LAUNCH_ID": record.launch_id}
+    if plan.hook:
+        env = importhook.environment(Path(plan.hook), env)
     if capture is not None:
         directory = os.path.expanduser(capture.dir)
         _make_capture_dir(ctx.state, Path(directory))

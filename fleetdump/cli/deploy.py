@@ -8,7 +8,7 @@ import click
 
 from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, run
 from fleetdump.patches import find_patch, load_patch
-from fleetdump.tasks.deploy import WATCH_LIMIT, DeployPlan, DeployReport, OnStall
+from fleetdump.tasks.deploy import WATCH_LIMIT, Delivery, DeployPlan, DeployReport, OnStall
 from fleetdump.tasks.deploy import deploy as deploy_host
 from fleetdump.views.hosts import show_deploy
 
@@ -24,10 +24,25 @@ from fleetdump.views.hosts import show_deploy
     show_default=True,
     help="After the evidence is taken: keep the server for a look, stop it, or stop it and revert the patch.",
 )
+@click.option(
+    "--delivery",
+    type=click.Choice(get_args(Delivery)),
+    default="in-place",
+    show_default=True,
+    help="Change SGLang's files, or none: a hook in the launched process rewrites the module as it is imported.",
+)
+@click.option("--force", is_flag=True, help="Patch files of SGLang that somebody else edited; revert gives them back.")
 @click.option("--no-selfcheck", is_flag=True, help="Do not send the few prompts that prove the captured numbers.")
 @fleet_options
 def deploy(
-    options: FleetOptions, patch: str, no_patch: bool, replace: bool, on_stall: OnStall, no_selfcheck: bool
+    options: FleetOptions,
+    patch: str,
+    no_patch: bool,
+    replace: bool,
+    on_stall: OnStall,
+    delivery: Delivery,
+    force: bool,
+    no_selfcheck: bool,
 ) -> None:
     """Bring every server of the chosen hosts up, patched, and prove it.
 
@@ -38,8 +53,11 @@ def deploy(
     Examples:
       fleetdump deploy --host gpu01
       fleetdump deploy --replace --on-stall revert
+      fleetdump deploy --patch ./patches/mine --no-selfcheck
+      fleetdump deploy --delivery import-hook
     """
-    plan = DeployPlan(None if no_patch else load_patch(find_patch(patch)), replace, on_stall, not no_selfcheck)
+    spec = None if no_patch else load_patch(find_patch(patch))
+    plan = DeployPlan(spec, replace, on_stall, not no_selfcheck, delivery, force)
     run(
         options,
         Verb("deploy", show_deploy, code=DeployReport.exit_code, deadline=WATCH_LIMIT + 900),

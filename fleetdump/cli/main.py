@@ -16,6 +16,7 @@ from fleetdump.cli.diagnose import diagnose
 from fleetdump.cli.extract import extract
 from fleetdump.cli.init import init
 from fleetdump.cli.logs import logs
+from fleetdump.cli.patches import patches
 from fleetdump.cli.revert import revert
 from fleetdump.cli.status import status
 from fleetdump.cli.stop import stop
@@ -44,6 +45,7 @@ def cli() -> None:
       fleetdump extract --data d.jsonl  run a data set through the fleet
       fleetdump collect --data          bring manifests and shards home, verified
       fleetdump stop, revert, clean     leave nothing behind
+      fleetdump patches                 what can be patched, and a dry run of your own
 
     \b
     Exit codes: 0 all well, 1 some hosts failed, 2 wrong usage or inventory, 3 some unreachable,
@@ -51,7 +53,7 @@ def cli() -> None:
     """
 
 
-for _command in (init, check, deploy, status, logs, diagnose, extract, collect, stop, revert, clean):
+for _command in (init, check, deploy, status, logs, diagnose, extract, collect, stop, revert, clean, patches):
     cli.add_command(_command)
 
 

@@ -20,8 +20,9 @@ def _show(host: str, results: list[RevertResult]) -> None:
 
 
 @click.command(short_help="Restore SGLang byte for byte.")
+@click.option("--force", is_flag=True, help="Also files that somebody edited after our patch; a copy is kept there.")
 @fleet_options
-def revert(options: FleetOptions) -> None:
+def revert(options: FleetOptions, force: bool) -> None:
     """Take our patch out of SGLang again and verify the restored files.
 
     \b
@@ -31,5 +32,5 @@ def revert(options: FleetOptions) -> None:
     run(
         options,
         Verb("revert", _show, deadline=300.0),
-        lambda host: revert_on(host, event_printer(host.config.name)),
+        lambda host: revert_on(host, event_printer(host.config.name), force),
     )

@@ -11,7 +11,7 @@ PROBE_DEADLINE = 90.0
 
 
 @task
-def check(host: Host, patch: PatchSpec | None = None, need_bytes: int = 0) -> ProbeResult:
+def check(host: Host, patch: PatchSpec | None = None, need_bytes: int = 0, delivery: str = "in-place") -> ProbeResult:
     """Facts and findings of one host; raises what ``Host.call`` raises."""
     config = host.config
     args = ProbeArgs(
@@ -20,5 +20,6 @@ def check(host: Host, patch: PatchSpec | None = None, need_bytes: int = 0) -> Pr
         capture_dir=config.capture.dir,
         need_bytes=need_bytes,
         layers=config.capture.spec().layers if config.capture.layers else [],
+        delivery=delivery,
     )
     return host.call(args, ProbeResult, verb="probe", deadline=PROBE_DEADLINE)

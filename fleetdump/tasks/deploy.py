@@ -44,6 +44,7 @@ from fleetdump.tasks._task import task
 from fleetdump.tasks.check import check
 
 OnStall = Literal["keep", "stop", "revert"]
+Delivery = Literal["in-place", "import-hook"]
 Event = Callable[[dict[str, Any]], None]
 PATCH_DEADLINE = 120.0
 LAUNCH_DEADLINE = 120.0
@@ -56,12 +57,15 @@ WATCH_LIMIT = 6 * 3600.0
 
 @dataclass(frozen=True)
 class DeployPlan:
-    """What is wanted: a patch (None: the engine as shipped), and how to act on what is in the way."""
+    """What is wanted: a patch (None: the engine as shipped), how it comes into the engine, and how to act on what is in
+    the way. ``force`` takes files of the engine that somebody else edited as they are."""
 
     patch: PatchSpec | None
     replace: bool = False
     on_stall: OnStall = "keep"
     selfcheck: bool = True
+    delivery: Delivery = "in-place"
+    force: bool = False
 
 
 @dataclass
@@ -116,8 +120,8 @@ def deploy(host: Host, plan: DeployPlan, on_event: Event) -> DeployReport:
     """
     if plan.patch is not None and plan.patch.captures:
         host.config.capture.spec()
-    probe = check(host, plan.patch)
-    _refuse_blockers(host, probe)
+    probe = check(host, plan.patch, delivery=plan.delivery)
+    _refuse_blockers(host, probe, plan.force)
     report = DeployReport(engine=probe.engine)
     if plan.replace:
         report.stopped = stop_servers(host, on_event).stopped
@@ -143,11 +147,11 @@ def stop_servers(host: Host, on_event: Event, servers: list[str] | None = None) 
     return host.call(args, StopResult, verb="stop", deadline=STOP_GRACE * 2 + 30)
 
 
-def revert_patch(host: Host, on_event: Event) -> list[RevertResult]:
-    """Restore every engine of the host's servers, byte for byte."""
+def revert_patch(host: Host, on_event: Event, force: bool = False) -> list[RevertResult]:
+    """Restore every engine of the host's servers, byte for byte; with ``force`` files that were edited since too."""
     results = []
     for engine in interpreters(host.config.servers):
-        args = RevertArgs(python=engine.python, env=engine.env)
+        args = RevertArgs(python=engine.python, env=engine.env, force=force)
         result = host.call(args, RevertResult, verb="revert", deadline=PATCH_DEADLINE)
         if result.changed:
             on_event({"event": "step", "step": "revert", "text": f"reverted the patch of {engine.python}"})
@@ -155,9 +159,9 @@ def revert_patch(host: Host, on_event: Event) -> list[RevertResult]:
     return results
 
 
-def _refuse_blockers(host: Host, probe: ProbeResult) -> None:
-    """A blocked host is left alone."""
-    blockers = [finding for finding in probe.findings if finding.level == "blocker"]
+def _refuse_blockers(host: Host, probe: ProbeResult, force: bool) -> None:
+    """A blocked host is left alone. With ``force`` the patch verb itself judges the files, before it changes any."""
+    blockers = [found for found in probe.findings if found.level == "blocker" and not (force and found.key == "patch")]
     if blockers:
         first = blockers[0]
         more = f" (and {len(blockers) - 1} more: fleetdump check lists them)" if len(blockers) > 1 else ""
@@ -171,9 +175,10 @@ def _refuse_running(host: Host, plan: DeployPlan) -> None:
     names = {server.name for server in host.config.servers}
     for server in status.servers:
         alive = server.state in ("starting", "ready")
-        if alive and server.name in names and server.patch != wanted:
+        other = server.patch != wanted or (wanted and server.delivery != plan.delivery)
+        if alive and server.name in names and other:
             raise HostError(
-                f"server {server.name} is running (pid {server.pid}) with another patch",
+                f"server {server.name} is running (pid {server.pid}) with another patch, or one delivered otherwise",
                 host.config.name,
                 "changing the engine under a running server would mix two versions",
                 "add --replace to stop it and start it anew, or fleetdump stop first",
@@ -183,16 +188,22 @@ def _refuse_running(host: Host, plan: DeployPlan) -> None:
 
 def _put_patch(host: Host, plan: DeployPlan, report: DeployReport, on_event: Event) -> None:
     """The engine as the plan wants it: patched, or as shipped."""
-    if plan.patch is None:
+    by_hook = plan.delivery == "import-hook"
+    if plan.patch is None or by_hook:
         report.patch_changed = any(result.changed for result in revert_patch(host, on_event))
+    if plan.patch is None:
         return
     report.patch = f"{plan.patch.name}@{plan.patch.version}"
     for engine in interpreters(host.config.servers):
         models = models_of(host.config.servers, engine)
-        args = PatchArgs(python=engine.python, patch=plan.patch, env=engine.env, models=models)
+        args = PatchArgs(engine.python, plan.patch, by_hook, engine.env, plan.force, plan.delivery, models)
         result = host.call(args, PatchResult, verb="patch", deadline=PATCH_DEADLINE)
         if result.changed:
             on_event({"event": "step", "step": "patch", "text": f"patched with {report.patch}: {engine.python}"})
+        for copy in result.kept:
+            on_event(
+                {"event": "step", "step": "patch", "text": f"the file that somebody else edited is kept as {copy}"}
+            )
         report.patch_changed = report.patch_changed or result.changed
         report.patch_verified = report.patch_verified and result.verified
 
@@ -219,6 +230,8 @@ def _launch(host: Host, plan: DeployPlan, server: ServerSpec, on_event: Event) -
         patch=plan.patch,
         capture=host.config.capture.spec() if captures else None,
         replace=plan.replace,
+        delivery=plan.delivery if plan.patch else "in-place",
+        force=plan.force,
     )
     launched = host.call(args, LaunchResult, verb="launch", deadline=LAUNCH_DEADLINE)
     if not launched.reused:

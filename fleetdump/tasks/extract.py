@@ -170,12 +170,18 @@ def submit(host: Host, plan: RunPlan, settings: ExtractSettings, ledger: Ledger)
             max_attempts=settings.max_attempts,
             allow_failed_selfcheck=settings.allow_failed_selfcheck,
             engine=facts.engine,
-            patch_sha256=facts.patch.sha256 if facts.patch else "",
+            patch_sha256=_patch_of(facts, server),
             model_sha256=facts.model.sha256 if facts.model else "",
         )
         states.append(host.call(args, RunProgress, verb="submit", body=share.lines, deadline=SUBMIT_DEADLINE))
         ledger.submitted(host.config.name, server)
     return states
+
+
+def _patch_of(facts: ProbeResult, server: str) -> str:
+    """The patch that the server was launched with; with the import hook the engine's files know nothing of it."""
+    launched = next((state.patch for state in facts.servers if state.name == server), "")
+    return launched or (facts.patch.sha256 if facts.patch else "")
 
 
 @task

@@ -10,7 +10,7 @@ from fleetdump.tasks.deploy import Event, revert_patch
 
 
 @task
-def revert(host: Host, on_event: Event) -> list[RevertResult]:
+def revert(host: Host, on_event: Event, force: bool = False) -> list[RevertResult]:
     """Revert every engine of the host; raises ``HostError`` (conflict) while a server of ours runs on it."""
     status = host.call(StatusArgs(), StatusResult, verb="status")
     alive = [server for server in status.servers if server.state in ("starting", "ready")]
@@ -23,4 +23,4 @@ def revert(host: Host, on_event: Event) -> list[RevertResult]:
             "fleetdump stop first, then fleetdump revert",
             code="conflict",
         )
-    return revert_patch(host, on_event)
+    return revert_patch(host, on_event, force)

@@ -77,8 +77,11 @@ class Install:
         }
 
 
-def install(root: Path, release: str = "0.5.20", model: bytes = MODEL) -> Install:
-    """Make (or overwrite, as ``pip install --force-reinstall`` does) the installation in ``root``."""
+def install(
+    root: Path, release: str = "0.5.20", model: bytes = MODEL, extra: dict[str, bytes] | None = None
+) -> Install:
+    """Make (or overwrite, as ``pip install --force-reinstall`` does) the installation in ``root``; ``extra`` are more
+    files of it."""
     made = Install(root)
     (root / "bin").mkdir(parents=True, exist_ok=True)
     made.model.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +96,7 @@ def install(root: Path, release: str = "0.5.20", model: bytes = MODEL) -> Instal
         "sglang/srt/__init__.py": b"",
         "sglang/srt/models/__init__.py": b"",
         "sglang/srt/models/tiny.py": model,
+        **(extra or {}),
     }
     record = []
     for name, data in files.items():

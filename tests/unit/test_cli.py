@@ -21,6 +21,7 @@ COMMANDS = (
     "stop",
     "revert",
     "clean",
+    "patches",
 )
 
 
@@ -52,7 +53,7 @@ def test_wrong_usage_exits_2(args: tuple[str, ...]) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("init", "extract")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("init", "extract", "patches")])
 def test_missing_inventory_is_one_screen_with_the_next_step(command: str, tmp_path: Path) -> None:
     result = fleetdump(command, cwd=tmp_path)
     assert result.returncode == 2

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from fleetdump import patches
 from fleetdump.agent.protocol import Edit, Insertion, PatchSpec, ReleaseArg, from_json, to_json
 from fleetdump.errors import ExitCode, UsageError
 from fleetdump.patches import PatchError, find_patch, load_patch
+from tests.unit.engineinstall import install
 
 MINIMAL = """\
 name: tiny
@@ -58,6 +63,17 @@ edits:
           - "if tap.on:"
           - "    tap.after(hidden_states, residual)"
 """
+CHANGES = """\
+name: any
+version: "2"
+changes:
+  - diff: sglang.patch
+    first_release: 0.5.10
+    last_release: 0.5.20
+    verified: [0.5.20]
+  - script: apply_it.py
+"""
+DIFF = b"--- a/python/sglang/x.py\n+++ b/python/sglang/x.py\n@@ -1 +1 @@\n-a = '\xff'\n+a = 1\n"
 Write = Callable[..., Path]
 
 
@@ -224,3 +240,115 @@ def test_find_names_the_nearest(tmp_path: Path) -> None:
         find_patch("hiden-states")
     with pytest.raises(UsageError, match=r"no patch.yaml"):
         find_patch(f"{tmp_path}/x")
+
+
+# --------------------------------------------------------------------------- diffs and scripts
+@pytest.fixture
+def changes(tmp_path: Path) -> Path:
+    directory = tmp_path / "mine"
+    directory.mkdir()
+    (directory / "patch.yaml").write_text(CHANGES)
+    (directory / "sglang.patch").write_bytes(DIFF)
+    (directory / "apply_it.py").write_text("print(1)\n")
+    return directory
+
+
+def test_a_patch_of_a_diff_and_a_script(changes: Path) -> None:
+    patch = load_patch(changes)
+    assert patch.edits == []
+    assert [(c.kind, c.name, c.first_release, c.last_release, c.verified) for c in patch.changes] == [
+        ("diff", "sglang.patch", "0.5.10", "0.5.20", ["0.5.20"]),
+        ("script", "apply_it.py", "", "", []),
+    ]
+    assert base64.b64decode(patch.changes[0].data) == DIFF
+    assert from_json(PatchSpec, to_json(patch)) == patch
+    (changes / "sglang.patch").write_bytes(DIFF.replace(b"+a = 1", b"+a = 2"))
+    assert load_patch(changes).sha256 != patch.sha256
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "fragment"),
+    [
+        ("changes:", "change:", 3, "unknown key 'change'"),
+        ("  - script: apply_it.py\n", "  - {}\n", 8, "needs one of"),
+        ("- script: apply_it.py", "- {script: apply_it.py, diff: sglang.patch}", 8, "needs one of"),
+        ("script: apply_it.py", "script: apply_it.sh", 8, "not a Python script"),
+        ("script: apply_it.py", "script: ../apply_it.py", 8, "not a name"),
+        ("script: apply_it.py", "script: none.py", 8, "cannot be read"),
+        ("script: apply_it.py", "script: broken.py", 8, "never closed"),
+        ("diff: sglang.patch", "diff: a/sglang.patch", 4, "not a name"),
+        ("diff: sglang.patch", "diff: /etc/passwd", 4, "not a name"),
+        ("diff: sglang.patch", "diff: escape.patch", 4, "package"),
+        ("diff: sglang.patch", "diff: big.patch", 4, "larger than"),
+        ("diff: sglang.patch", "diff: apply_it.py", 4, "holds no file"),
+        ("first_release: 0.5.10", "first_release: new", 5, "not a release"),
+    ],
+)
+def test_mistakes_in_changes_have_lines(changes: Path, old: str, new: str, line: int, fragment: str) -> None:
+    (changes / "patch.yaml").write_text(CHANGES.replace(old, new))
+    (changes / "broken.py").write_text("x = (\n")
+    (changes / "escape.patch").write_bytes(DIFF.replace(b"sglang/x.py", b"../x.py"))
+    (changes / "big.patch").write_bytes(DIFF + b"#" * (1 << 20))
+    with pytest.raises(PatchError) as caught:
+        load_patch(changes)
+    assert (line, fragment) in [(m.line, fragment) for m in caught.value.mistakes if fragment in m.text]
+
+
+@pytest.mark.parametrize(("name", "text"), [("x.patch", DIFF), ("x.diff", DIFF), ("apply_x_v2.py", b"print(1)\n")])
+def test_a_directory_with_one_diff_or_script_is_a_patch(tmp_path: Path, monkeypatch, name: str, text: bytes) -> None:
+    directory = tmp_path / "patches" / "mine"
+    directory.mkdir(parents=True)
+    (directory / name).write_bytes(text)
+    monkeypatch.chdir(tmp_path)
+
+    patch = load_patch(find_patch("mine"))
+
+    assert (patch.name, patch.version, len(patch.changes)) == ("mine", patch.sha256[:12], 1)
+    assert load_patch(find_patch("patches/mine/")) == patch
+    (directory / "second.patch").write_bytes(DIFF)
+    with pytest.raises(PatchError, match="mistake"):
+        load_patch(directory)
+
+
+def fleetdump(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fleetdump", "patches", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+
+
+def test_list_and_show(changes: Path) -> None:
+    (changes.parent / "patches").mkdir()
+    changes.rename(changes.parent / "patches" / "mine")
+    (changes.parent / "patches" / "wrong").mkdir()
+    (changes.parent / "patches" / "wrong" / "patch.yaml").write_text("name: wrong\n")
+
+    listed = fleetdump("list", cwd=changes.parent)
+    assert listed.returncode == 2
+    assert "wrong/patch.yaml:1: key 'version' is missing" in listed.stderr
+    for text in ("hidden-states", "any", "sglang/x.py, what apply_it.py changes"):
+        assert text in " ".join(listed.stdout.split())
+    shown = fleetdump("show", "mine", cwd=changes.parent)
+    assert shown.returncode == 0
+    assert "diff sglang.patch, releases 0.5.10 to 0.5.20, tested on 0.5.20" in shown.stdout
+    assert "+a = 1" in shown.stdout
+    assert (
+        from_json(PatchSpec, json.loads(fleetdump("show", "mine", "--json", cwd=changes.parent).stdout)).name == "any"
+    )
+
+
+def test_a_dry_run_against_an_interpreter_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine = install(tmp_path / "venv", extra={"sglang/x.py": b"a = '\xff'\n"})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x.patch").write_bytes(DIFF)
+    before = engine.tree()
+
+    done = fleetdump("test", "./mine", "--python", engine.python, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "sglang 0.5.20 (clean): the patch fits" in done.stdout
+    assert "+a = 1" in done.stdout
+    assert engine.tree() == before
+
+    (engine.site / "sglang" / "x.py").write_bytes(b"b = 1\n")
+    refused = fleetdump("test", "./mine", "--python", engine.python, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "does not fit sglang 0.5.20" in refused.stderr

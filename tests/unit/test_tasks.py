@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from fleetdump.agent.protocol import ServerSpec
+from fleetdump.agent.protocol import LaunchArgs, LaunchResult, ServerSpec
 from fleetdump.errors import FleetdumpError, HostError, UsageError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig
 from fleetdump.tasks.deploy import DeployPlan, deploy
+from fleetdump.tasks.patches import dry_run
 from fleetdump.tasks.revert import revert
 from fleetdump.tasks.server import Target, diagnose_host, logs, status, stop
 from tests.unit.engineinstall import Install, install, runnable, spec
@@ -112,4 +113,57 @@ def test_nothing_to_revert_is_no_failure(host: Host, engine: Install) -> None:
     before = engine.tree()
     (result,) = revert(host, ignore)
     assert not result.changed
+    assert engine.tree() == before
+
+
+def test_the_import_hook_takes_a_patch_in_the_files_out_and_leaves_them_so(host: Host, engine: Install) -> None:
+    shipped = {name: digest for name, (digest, *_) in engine.tree().items()}
+    crashing = with_servers(host, server(engine, args=["--device", "cpu", "--crash"]))
+    deploy(crashing, DeployPlan(spec()), ignore)
+    assert "fleetdump:probe@1" in engine.model.read_text()
+    steps: list[str] = []
+
+    report = deploy(
+        crashing, DeployPlan(spec(), delivery="import-hook"), lambda event: steps.append(event.get("step", ""))
+    )
+
+    assert (report.patch, report.patch_verified, report.servers[0].outcome) == ("probe@1", True, "died")
+    assert steps.index("revert") < steps.index("launch")
+    assert "patch" not in steps
+    assert {name: digest for name, (digest, *_) in engine.tree().items()} == shipped
+    hook = next(Path(report.servers[0].log).parent.glob("hook"))
+    assert "fleetdump:probe@1" in (hook / "edited-source" / "sglang" / "srt" / "models" / "tiny.py").read_text()
+
+
+def test_a_running_server_with_the_other_delivery_is_not_patched_under(host: Host, engine: Install) -> None:
+    args = LaunchArgs(host.config.servers[0], spec(), delivery="import-hook")
+    assert host.call(args, LaunchResult, verb="launch").state.delivery == "import-hook"
+    before = engine.tree()
+
+    with pytest.raises(HostError, match="delivered otherwise"):
+        deploy(host, DeployPlan(spec()), ignore)
+
+    assert engine.tree() == before
+    assert alive(host) == ["main"]
+
+
+def test_force_patches_a_file_that_somebody_else_edited_and_revert_gives_it_back(host: Host, engine: Install) -> None:
+    crashing = with_servers(host, server(engine, args=["--device", "cpu", "--crash"]))
+    mine = engine.model.read_bytes() + b"# mine\n"
+    engine.model.write_bytes(mine)
+
+    with pytest.raises(HostError, match="edited by somebody else") as caught:
+        deploy(crashing, DeployPlan(spec()), ignore)
+    assert "--force" in caught.value.next_step
+    deploy(crashing, DeployPlan(spec(), force=True), ignore)
+
+    assert engine.model.read_bytes() != mine
+    revert(crashing, ignore)
+    assert engine.model.read_bytes() == mine
+
+
+def test_a_dry_run_changes_nothing_and_shows_the_diff(host: Host, engine: Install) -> None:
+    before = engine.tree()
+    (result,) = dry_run(host, spec(), "in-place", False)
+    assert "+import fleetdump_probe" in result.diff
     assert engine.tree() == before
