@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import fleetdump
@@ -15,6 +16,10 @@ from fleetdump.fleet.bundle import Bundle, build
 from fleetdump.inventory import HostConfig
 
 HERE = Path(__file__).parent
+
+# How long an example takes says nothing on a machine that does other work as well.
+hypothesis.settings.register_profile("fleetdump", deadline=None)
+hypothesis.settings.load_profile("fleetdump")
 
 
 def pytest_configure() -> None:

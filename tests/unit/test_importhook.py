@@ -191,8 +191,8 @@ def test_check_names_the_hook_for_a_read_only_package_and_accepts_it(
     monkeypatch.setattr(patching.os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)
     interpreter = Interpreter(engine.python)
 
-    in_place = checks.check_engine(interpreter, spec(), ctx).findings[-1]
-    hook = checks.check_engine(interpreter, spec(), ctx, "import-hook").findings[-1]
+    in_place = checks.check_engine(interpreter, [], spec(), ctx).findings[-1]
+    hook = checks.check_engine(interpreter, [], spec(), ctx, "import-hook").findings[-1]
 
     assert (in_place.level, "--delivery import-hook" in in_place.fix) == ("blocker", True)
     assert (hook.level, hook.text) == ("ok", "patch probe 1 would apply through the import hook")
