@@ -58,7 +58,7 @@ for _command in (init, check, deploy, status, logs, diagnose, extract, collect, 
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line; ends the process with its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what this locale cannot show is no reason to fail
@@ -71,7 +71,7 @@ def main() -> None:
         error.show()
         sys.exit(ExitCode.USAGE)
     except (click.Abort, KeyboardInterrupt):
-        err.print("interrupted", markup=False)
+        err.print("interrupted; what was started on the hosts goes on there: fleetdump status shows it", markup=False)
         sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()

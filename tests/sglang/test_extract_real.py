@@ -171,6 +171,7 @@ def _check_lines(host: RealHost, share: Share, lines: list[dict[str, Any]]) -> N
     assert len(next(line for line in lines if line["id"] == "text-70")["pieces"]) >= 3
 
 
+@pytest.mark.nightly
 def test_the_server_is_not_disturbed_by_a_run(host: RealHost) -> None:
     """A run's requests and a stranger's go side by side; the stranger's answers are the same as without a run."""
     body = {"input_ids": [9, 8, 7, 6], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}

@@ -38,7 +38,7 @@ def ctx(tmp_path: Path) -> AgentContext:
     return AgentContext(Request("test", {}, deadline=600.0), State(tmp_path / "state" / "machine"))
 
 
-@pytest.mark.parametrize("name", ["stall-example", "hidden-states"])
+@pytest.mark.parametrize("name", [pytest.param("stall-example", marks=pytest.mark.nightly), "hidden-states"])
 def test_patch_and_revert_leave_the_installation_byte_for_byte(
     sglang_env: SglangEnv, ctx: AgentContext, name: str
 ) -> None:
@@ -56,6 +56,7 @@ def test_patch_and_revert_leave_the_installation_byte_for_byte(
     assert tree(sglang_env.site_packages) == before
 
 
+@pytest.mark.nightly  # the demo shows it
 def test_the_stall_example_stalls_after_the_weights_and_before_the_port(
     sglang_env: SglangEnv, ctx: AgentContext
 ) -> None:

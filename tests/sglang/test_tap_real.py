@@ -252,7 +252,7 @@ def close_when_dead(run: Path) -> None:
         close_dead(run)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.nightly), 2])  # the demo shows TP 1
 def test_captured_states_are_those_of_transformers(sglang_env: SglangEnv, tmp_path: Path, tp: int) -> None:
     """Batches, chunks and one rank's death in the middle of writing, on one server."""
     environment = {"FLEETDUMP_TAP_CONFIG": str(tap_json(tmp_path, [0, 3, 6], tp))}
