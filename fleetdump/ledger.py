@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ CREATE TABLE IF NOT EXISTS samples(
 CREATE INDEX IF NOT EXISTS samples_by_share ON samples(host, server, position);
 CREATE TABLE IF NOT EXISTS shares(
   host TEXT NOT NULL, server TEXT NOT NULL, sha256 TEXT NOT NULL DEFAULT '', submitted_at REAL NOT NULL DEFAULT 0,
-  offset INTEGER NOT NULL DEFAULT 0, rejected_offset INTEGER NOT NULL DEFAULT 0,
+  offset INTEGER NOT NULL DEFAULT 0, rejected_offset INTEGER NOT NULL DEFAULT 0, share_id TEXT NOT NULL DEFAULT '',
   PRIMARY KEY(host, server)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shards(
   host TEXT NOT NULL, name TEXT NOT NULL, kind TEXT NOT NULL, bytes INTEGER NOT NULL, sha256 TEXT NOT NULL,
@@ -37,6 +37,8 @@ CREATE TABLE IF NOT EXISTS shards(
 CREATE TABLE IF NOT EXISTS sample_shards(
   id TEXT NOT NULL, host TEXT NOT NULL, server TEXT NOT NULL, shard TEXT NOT NULL,
   PRIMARY KEY(id, host, server, shard)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS copies(
+  host TEXT NOT NULL, name TEXT NOT NULL, path TEXT NOT NULL, PRIMARY KEY(host, name)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS broken_rows(line INTEGER PRIMARY KEY, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS duplicates(
   id TEXT NOT NULL, host TEXT NOT NULL, server TEXT NOT NULL, PRIMARY KEY(id, host, server)) WITHOUT ROWID;
@@ -57,7 +59,8 @@ class Planned:
 
 @dataclass(frozen=True)
 class ShareRow:
-    """One server's share: identity, and how far its manifest and rejects have been read (bytes)."""
+    """One server's share: identity, and how far its manifest and rejects have been read (bytes). ``share_id`` is the
+    host's name for the submit that made it, empty before the first collect."""
 
     host: str
     server: str
@@ -65,6 +68,16 @@ class ShareRow:
     submitted_at: float
     offset: int
     rejected_offset: int
+    share_id: str
+
+
+@dataclass(frozen=True)
+class ShareTotals:
+    """The samples given to one server: ``here`` are those whose bytes lie on this machine (``Ledger.collected``)."""
+
+    samples: int
+    here: int
+    rejected: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,7 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(SCHEMA)
+            self._add_share_id()
         except sqlite3.Error as error:
             raise UsageError(
                 "the run's ledger cannot be used",
@@ -137,6 +151,12 @@ class Ledger:
                 raise
             self._db.execute("COMMIT")
 
+    def _add_share_id(self) -> None:
+        """A run that an earlier fleetdump began has no identities yet: its shares are read once more."""
+        with self.transaction():
+            if not self._one("SELECT count(*) FROM pragma_table_info('shares') WHERE name = 'share_id'"):
+                self._run("ALTER TABLE shares ADD COLUMN share_id TEXT NOT NULL DEFAULT ''")
+
     # ------------------------------------------------------------------ plan
     def plan(
         self, samples: Iterable[Planned], shares: Iterable[tuple[str, str, str]], broken: Iterable[tuple[int, str]] = ()
@@ -169,17 +189,43 @@ class Ledger:
 
     def shares(self, host: str = "") -> list[ShareRow]:
         """The shares, of one host or of all."""
-        sql = "SELECT host, server, sha256, submitted_at, offset, rejected_offset FROM shares"
+        sql = "SELECT host, server, sha256, submitted_at, offset, rejected_offset, share_id FROM shares"
         rows = self._all(f"{sql} WHERE ? IN ('', host) ORDER BY host, server", host)
         return [ShareRow(*row) for row in rows]
 
-    def add_share(self, host: str, server: str) -> None:
-        """A share that a host has and this ledger did not know."""
-        self._run("INSERT OR IGNORE INTO shares(host, server) VALUES (?,?)", host, server)
+    def meet_share(self, host: str, server: str, share_id: str) -> None:
+        """A share that a host has. When it is another than the one read before (the host was cleaned and the run begun
+        anew), it is read from its start: samples that lie here verified are kept, the others' shards are gone, and
+        they are taken anew. An empty ``share_id`` (the host cannot read its share.json) says nothing."""
+        with self.transaction():
+            self._run("INSERT OR IGNORE INTO shares(host, server) VALUES (?,?)", host, server)
+            changed = self._db.execute(
+                "UPDATE shares SET share_id = ?, offset = 0, rejected_offset = 0 "
+                "WHERE host = ? AND server = ? AND share_id != ? AND ? != ''",
+                (share_id, host, server, share_id, share_id),
+            )
+            if changed.rowcount:
+                self._forget_uncollected(host, server)
+
+    def _forget_uncollected(self, host: str, server: str) -> None:
+        before = self._all("SELECT id FROM samples WHERE host = ? AND server = ? AND state = 'delivered'", host, server)
+        gone = {str(row[0]) for row in before} - self.collected(host, server)
+        self._db.executemany(
+            "UPDATE samples SET state = 'planned', line = NULL WHERE id = ?", ((sample,) for sample in gone)
+        )
+        self._db.executemany(
+            "DELETE FROM sample_shards WHERE id = ? AND host = ? AND server = ?",
+            ((sample, host, server) for sample in gone),
+        )
 
     def submitted(self, host: str, server: str) -> None:
         """The host has taken in the share."""
         self._run("UPDATE shares SET submitted_at = ? WHERE host = ? AND server = ?", time.time(), host, server)
+
+    def was_submitted(self, host: str, server: str) -> bool:
+        """Whether the host is known to have taken in the share."""
+        sql = "SELECT count(*) FROM shares WHERE host = ? AND server = ? AND (submitted_at > 0 OR share_id != '')"
+        return self._one(sql, host, server) > 0
 
     # ------------------------------------------------------------------ what comes back
     def knows(self, sample_id: str) -> bool:
@@ -242,6 +288,19 @@ class Ledger:
             duplicated=self._one("SELECT count(*) FROM duplicates"),
         )
 
+    def share_totals(self, host: str, server: str) -> ShareTotals:
+        """Counts over the samples that were given to one server, whoever delivered them."""
+        given = self._all(
+            "SELECT id, state, host, server FROM samples WHERE home_host = ? AND home_server = ?", host, server
+        )
+        sources = {(by, at) for _, state, by, at in given if state == "delivered"}
+        collected = {sample for source in sources for sample in self.collected(*source)}
+        return ShareTotals(
+            samples=len(given),
+            here=sum(state == "delivered" and sample in collected for sample, state, _, _ in given),
+            rejected=sum(state == "rejected" for _, state, _, _ in given),
+        )
+
     def delivered(self, host: str = "") -> Iterator[Delivered]:
         """Delivered samples in the data set's order, of one host or of all."""
         sql = (
@@ -270,31 +329,49 @@ class Ledger:
         return {str(row[0]) for row in self._all(sql, host)}
 
     def put_shard(self, host: str, shard: ShardInfo) -> None:
-        """Remember a shard of a host."""
+        """Remember a shard of a host; other bytes under a known name have not been verified."""
         self._run(
             "INSERT INTO shards(host, name, kind, bytes, sha256) VALUES (?,?,?,?,?) ON CONFLICT(host, name) DO UPDATE "
-            "SET kind = excluded.kind, bytes = excluded.bytes, sha256 = excluded.sha256",
+            "SET kind = excluded.kind, bytes = excluded.bytes, sha256 = excluded.sha256, "
+            "verified = verified AND sha256 = excluded.sha256 AND bytes = excluded.bytes",
             *(host, shard.name, shard.kind, shard.bytes, shard.sha256),
         )
 
-    def pulled(self, host: str, name: str, verified: bool) -> None:
-        """The shard lies here; ``verified``: every byte that a manifest line names is right."""
-        self._run("UPDATE shards SET pulled = 1, verified = ? WHERE host = ? AND name = ?", int(verified), host, name)
+    def pulled(self, host: str, name: str, path: Path, verified: bool) -> None:
+        """The shard lies here as ``path``; ``verified``: every byte that a manifest line names is right."""
+        with self.transaction():
+            self._run(
+                "UPDATE shards SET pulled = 1, verified = ? WHERE host = ? AND name = ?", int(verified), host, name
+            )
+            self._run("INSERT OR REPLACE INTO copies VALUES (?,?,?)", host, name, str(path.absolute()))
 
     def is_verified(self, host: str, name: str) -> bool:
         """Whether the shard was pulled and found right."""
-        return self._one("SELECT count(*) FROM shards WHERE host = ? AND name = ? AND verified = 1", host, name) > 0
+        sql = "SELECT count(*) FROM shards JOIN copies USING(host, name) WHERE host = ? AND name = ? AND verified = 1"
+        return self._one(sql, host, name) > 0
 
-    def collected(self, host: str, server: str) -> int:
-        """Samples of that share whose bytes lie here, verified, or that were delivered by another share too."""
-        kept = self._one(
-            "SELECT count(*) FROM samples s WHERE host = ? AND server = ? AND state = 'delivered' AND NOT EXISTS ("
-            "SELECT 1 FROM sample_shards r LEFT JOIN shards h ON h.host = r.host AND h.name = r.shard "
-            "WHERE r.id = s.id AND r.host = s.host AND r.server = s.server AND coalesce(h.verified, 0) = 0)",
-            *(host, server),
+    def collected(self, host: str, server: str) -> set[str]:
+        """Ids of the share's samples whose bytes lie here: verified, in files that still exist with the size they had.
+        A sample that another share had delivered before counts by that share's copy."""
+        whole = set(self._whole_copies())
+        needed = (
+            "WITH kept AS (SELECT id, host, server, json_extract(line, '$.norm') AS norm FROM samples s "
+            "WHERE state = 'delivered' AND (host = :host AND server = :server OR EXISTS ("
+            "SELECT 1 FROM duplicates d WHERE d.id = s.id AND d.host = :host AND d.server = :server))) "
+            "SELECT id, host, shard FROM kept JOIN sample_shards USING(id, host, server) "
+            "UNION ALL SELECT id, host, norm FROM kept WHERE norm != ''"
         )
-        elsewhere = self._one("SELECT count(*) FROM duplicates WHERE host = ? AND server = ?", host, server)
-        return kept + elsewhere
+        with self._lock:
+            rows = self._db.execute(needed, {"host": host, "server": server}).fetchall()
+        return {row[0] for row in rows} - {sample for sample, at, name in rows if (at, name) not in whole}
+
+    def _whole_copies(self) -> Iterator[tuple[str, str]]:
+        """(host, name) of each file that was verified and is still there with its size."""
+        sql = "SELECT host, name, bytes, path FROM shards JOIN copies USING(host, name) WHERE verified = 1"
+        for host, name, size, path in self._all(sql):
+            with suppress(OSError):
+                if Path(path).stat().st_size == size:
+                    yield host, name
 
     # ------------------------------------------------------------------ plumbing
     def _run(self, sql: str, *values: object) -> None:

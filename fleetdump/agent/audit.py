@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from typing import Any
+from pathlib import Path
+from typing import Any, Collection
 
-from fleetdump.agent.context import AgentContext
+from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import FORMAT_VERSION
+from fleetdump.agent.records import UNREADABLE, naming
 from fleetdump.agent.scrub import scrub_argv
 
+FILE = "audit.jsonl"
 _LONGEST_TEXT = 120
 _LONGEST_LIST = 32
 _NAMES_ONLY = frozenset({"env", "files"})
@@ -30,7 +34,8 @@ def shorten(value: Any) -> Any:
 
 
 def record(ctx: AgentContext, *, ok: bool, started: float, seconds: float) -> None:
-    """Append this call to ``audit.jsonl`` by one ``write`` with O_APPEND, so that lines of two agents never mix."""
+    """Append this call to ``audit.jsonl`` by one ``write`` with O_APPEND, so that lines of two agents never mix.
+    An ``OSError`` names that file."""
     line = {
         "v": FORMAT_VERSION,
         "t": started,
@@ -40,9 +45,28 @@ def record(ctx: AgentContext, *, ok: bool, started: float, seconds: float) -> No
         "ok": ok,
         "seconds": round(seconds, 3),
     }
-    path = ctx.state.directory() / "audit.jsonl"
+    path = ctx.state.root / FILE
+    with naming(path):
+        ctx.state.directory()
+        _append(path, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+
+def _append(path: Path, line: bytes) -> None:
     descriptor = os.open(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        os.write(descriptor, line)
     finally:
         os.close(descriptor)
+
+
+def last_operator(state: State, verbs: Collection[str], since: float) -> str:
+    """Who ran one of ``verbs`` last, ending after ``since``; empty when the log does not say. Lines that cannot be read
+    are passed over."""
+    operator = ""
+    with contextlib.suppress(OSError), open(state.root / FILE, "rb") as file:
+        for line in file:
+            with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
+                entry = json.loads(line)
+                if entry["verb"] in verbs and entry["t"] + entry["seconds"] >= since:
+                    operator = str(entry["operator"])
+    return operator

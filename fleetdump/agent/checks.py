@@ -16,7 +16,7 @@ from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 from fleetdump.agent.probes.stacks import find_py_spy
 from fleetdump.agent.protocol import AgentFailure, Finding, Interpreter, PatchArgs, PatchSpec, ServerSpec
 from fleetdump.agent.scrub import proxy_address
-from fleetdump.agent.server import describe_port_owner, inherited_environment, living, load_records
+from fleetdump.agent.server import describe_port_owner, inherited_environment, living, readable_records
 
 GIB = 1 << 30
 LOW_MEMORY = 4 * GIB
@@ -133,7 +133,7 @@ def check_port(server: ServerSpec, state: State) -> Checked:
     owner = procfs.port_owner(server.port)
     if owner is None:
         return Checked([Finding("port", "ok", f"port {server.port} is free")])
-    for record in load_records(state):
+    for record in readable_records(state)[0]:
         if owner.pid in {member.pid for member in living(record)}:
             text = f"port {server.port} is held by our server {record.name}"
             if record.name == server.name:

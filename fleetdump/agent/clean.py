@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import List, Set
 
 from fleetdump.agent import engine, patching, patchrecord
 from fleetdump.agent.context import AgentContext
-from fleetdump.agent.formats import SELFCHECK_PREFIX, FileName
+from fleetdump.agent.formats import SELFCHECK_PREFIX, FormatError
+from fleetdump.agent.jsonl import open_journal, read_lines
+from fleetdump.agent.ownership import OwnFiles, holds_files, knows_run, own_files
 from fleetdump.agent.protocol import AgentFailure, CleanArgs, CleanResult
 from fleetdump.agent.server import living, load_records, made_dirs
-from fleetdump.agent.share import shares_of
+from fleetdump.agent.share import Share, runs_of, shares_of
 from fleetdump.agent.status import tree_bytes
+
+UNKNOWN_RUN = "no run of this state directory, it may be another's; to remove it by hand when nobody needs it"
 
 
 def clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
     """Remove runs' data (with ``args.data``), then the state, the agent's own bundle last. Without ``data``, runs that
     still have shards are kept, with their state. No server lives by then, so drivers have nothing to do and are ended.
-    Raises ``AgentFailure`` conflict while a server of ours lives or a patch of ours is applied."""
+    Raises ``AgentFailure`` conflict while a server of ours lives, a patch of ours is applied or, with ``args.data`` and
+    without ``args.discard``, a sample exists here alone."""
     _refuse_living(ctx)
     if not args.runs:
         _refuse_patched(args, ctx)
+    _refuse_uncollected(args, ctx)  # before a driver is ended: a refusal changes nothing
     with contextlib.ExitStack() as claims:
         _stop_drivers(args, ctx, claims)
+        _refuse_uncollected(args, ctx)  # and again, now that nobody can commit
         return _clean(args, ctx)
 
 
@@ -84,6 +92,41 @@ def _refuse_patched(args: CleanArgs, ctx: AgentContext) -> None:
             )
 
 
+def _refuse_uncollected(args: CleanArgs, ctx: AgentContext) -> None:
+    """Compare what the manifests have committed, whatever progress.json says, with what the controller has."""
+    if not args.data or args.discard:
+        return
+    collected = {(share.run, share.server): frozenset(share.ids) for share in args.collected}
+    for run in _runs(ctx, args.runs):
+        if run not in runs_of(ctx.state):
+            continue
+        for root in sorted(path for path in (ctx.state.root / "runs" / run).iterdir() if path.is_dir()):
+            share = Share(root)
+            committed = _committed(share)
+            missing = len(committed - collected.get((share.run, share.server), frozenset()))
+            if missing:
+                raise AgentFailure(
+                    "conflict",
+                    f"run {run}: {missing} of {len(committed)} samples of server {share.server} were not collected",
+                    where=str(share.manifest),
+                    why="the controller has no verified copy of them, and clean --data would delete the only one",
+                    next_step=f"fleetdump collect --data --run {run}, or add --discard-uncollected",
+                )
+
+
+def _committed(share: Share) -> Set[str]:
+    try:
+        return {str(line["id"]) for line in read_lines(share.manifest)[0]}
+    except (FormatError, KeyError) as error:
+        raise AgentFailure(
+            "failed",
+            f"run {share.run}: nobody can tell what server {share.server} has committed",
+            where=str(share.manifest),
+            why=str(error),
+            next_step="look at that file; --discard-uncollected deletes the samples whatever it says",
+        ) from error
+
+
 # --------------------------------------------------------------------------- removing
 def _capture_dirs(args: CleanArgs, ctx: AgentContext) -> List[Path]:
     """Where shards may lie: as the inventory says now, and as it said when each share was submitted."""
@@ -98,26 +141,52 @@ def _runs(ctx: AgentContext, wanted: List[str]) -> List[str]:
 
 
 def _clean_capture(directory: Path, args: CleanArgs, ctx: AgentContext, result: CleanResult) -> Set[str]:
-    """Take our files out of the run folders in a capture directory, never through a link; returns the runs that stay
-    because they have shards and ``args.data`` is not set."""
+    """Take our files out of the run folders in a capture directory, never through a link; returns the runs that stay:
+    they have shards and ``args.data`` is not set, or a living process writes them. What other hosts, operators and
+    state directories have in the same capture directory is not touched."""
     kept = set()
-    known = set(_runs(ctx, []))
     for folder in sorted(directory.iterdir()) if directory.is_dir() else []:
         if folder.is_symlink() or not folder.is_dir() or (args.runs and folder.name not in args.runs):
             continue
-        ours = [path for path in folder.iterdir() if FileName.parse(path.name) and not path.is_symlink()]
-        if not ours and folder.name not in known:
+        if not knows_run(ctx.state, folder.name):
+            if holds_files(folder):
+                result.kept.append(f"{folder} ({UNKNOWN_RUN}: rm -r {shlex.quote(str(folder))})")
             continue
+        ours = own_files(ctx.state, folder)
         if ours and not args.data and not folder.name.startswith(SELFCHECK_PREFIX):
             kept.add(folder.name)
             result.kept.append(str(folder))
             continue
-        for path in ours:
-            result.freed_bytes += path.lstat().st_size
-            path.unlink()
-        if not _remove_empty(folder, result):
-            result.kept.append(f"{folder} (it holds files that are not ours)")
+        living = _remove_files(folder, ours, result)
+        if living:
+            kept.add(folder.name)
+            result.kept.append(f"{folder} (still written by living processes: {', '.join(living)})")
+        elif not _remove_empty(folder, result):
+            result.kept.append(f"{folder} (it holds files that are not of this host's runs)")
     return kept
+
+
+def _remove_files(folder: Path, ours: OwnFiles, result: CleanResult) -> List[str]:
+    """Remove them but for those of writers that live, which are returned: a writer holds its journal's lock."""
+    living = []
+    for writer, paths in ours.of_writers.items():
+        with contextlib.ExitStack() as held:
+            if (folder / writer.journal).exists():
+                journal = open_journal(folder / writer.journal)
+                if journal is None:
+                    living.append(str(writer))
+                    continue
+                held.enter_context(journal)
+            _unlink(paths, result)
+    if not living:
+        _unlink(ours.others, result)
+    return living
+
+
+def _unlink(paths: List[Path], result: CleanResult) -> None:
+    for path in paths:
+        result.freed_bytes += path.lstat().st_size
+        path.unlink()
 
 
 def _remove_tree(path: Path, result: CleanResult) -> None:

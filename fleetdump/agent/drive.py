@@ -115,7 +115,8 @@ def start_driver(state: State, share: Share) -> None:
 
 
 def whole_lines(path: Path, offset: int) -> Iterator[Tuple[str, int]]:
-    """Each line from byte ``offset`` on that has its newline, with the byte after it. Raises ``AgentFailure`` when
+    """Each line from byte ``offset`` on that has its newline, with the byte after it. Bytes that are not UTF-8 come as
+    lone surrogates, which no good line has: whoever checks it refuses that line alone. Raises ``AgentFailure`` when
     ``offset`` is not where a line of this file begins: then it is not the file that was read before."""
     if not path.exists():
         return
@@ -130,7 +131,7 @@ def whole_lines(path: Path, offset: int) -> Iterator[Tuple[str, int]]:
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            yield line[:-1].decode(), offset
+            yield line[:-1].decode(errors="surrogateescape"), offset
 
 
 def _receive(share: Share, args: SubmitArgs, ctx: AgentContext) -> int:

@@ -32,8 +32,9 @@ from fleetdump.agent.probes.bounded import Pending, Probes
 from fleetdump.agent.probes.logfile import LogReader
 from fleetdump.agent.progress import Rates
 from fleetdump.agent.protocol import AgentFailure, EvidenceArgs, EvidenceResult, HealthyProfile, to_json
+from fleetdump.agent.records import in_words
 from fleetdump.agent.scrub import proxy_address
-from fleetdump.agent.server import ServerRecord, load_record, load_records
+from fleetdump.agent.server import ServerRecord, load_record, readable_records, server_states
 
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
 HEALTHY_LIMIT = 9.0
@@ -95,7 +96,7 @@ def find_target(args: EvidenceArgs, ctx: AgentContext) -> Target:
     if args.server:
         record = load_record(ctx.state, args.server)
         if record is None:
-            known = ", ".join(r.name for r in load_records(ctx.state)) or "none"
+            known = ", ".join(one.name for one in server_states(ctx.state)) or "none"
             raise AgentFailure(
                 "not_found",
                 f"server {args.server} was never launched here",
@@ -114,12 +115,11 @@ def find_target(args: EvidenceArgs, ctx: AgentContext) -> Target:
         return target_of_pid(owner.pid, args.port)
     if args.pid:
         return target_of_pid(args.pid)
-    records = load_records(ctx.state)
-    if len(records) != 1:
+    records, unreadable = readable_records(ctx.state)
+    if len(records) != 1 or unreadable:
         names = ", ".join(r.name for r in records) or "none"
-        raise AgentFailure(
-            "usage", "which server?", why=f"servers of ours: {names}", next_step="use --server or --port"
-        )
+        why = "; ".join([f"servers of ours: {names}", *map(in_words, unreadable.values())])
+        raise AgentFailure("usage", "which server?", why=why, next_step="use --server or --port")
     return target_of(records[0])
 
 
@@ -136,6 +136,7 @@ def target_of(record: ServerRecord) -> Target:
         ranks=record.tp,
         python=record.python,
         watched_paths=[record.capture_dir] if record.capture_dir else [],
+        stopped_at=record.stopped_at,
     )
 
 

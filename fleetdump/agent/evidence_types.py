@@ -37,6 +37,8 @@ class Target:
     """The server's interpreter; py-spy is looked for beside it."""
     watched_paths: List[str] = field(default_factory=list)
     """More directories whose free space matters (the capture directory)."""
+    stopped_at: float = 0.0
+    """When ``fleetdump stop`` ended it (seconds of the epoch); 0: it did not."""
 
 
 @dataclass

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass, field
-from typing import Dict, List, Optional, Sequence, Tuple
+from pathlib import Path
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from fleetdump.agent import engine
 from fleetdump.agent.context import State
 from fleetdump.agent.formats import FORMAT_VERSION
-from fleetdump.agent.jsonl import append_lines, decode_record, open_journal, read_lines
+from fleetdump.agent.jsonl import append_lines, open_journal
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 from fleetdump.agent.protocol import AgentFailure, HealthyProfile
+from fleetdump.agent.records import UNREADABLE, decode
 from fleetdump.agent.server import ServerRecord
 
 FILE = "healthy.jsonl"
@@ -63,24 +67,26 @@ def kind_of(record: ServerRecord, timeout: float = 30.0) -> Tuple[str, str]:
 
 
 def remember(state: State, start: HealthyStart) -> bool:
-    """Append one start; False when another watch kept the file locked for ``LOCK_SECONDS``."""
+    """Append one start; False when another watch kept the file locked for ``LOCK_SECONDS``, or it cannot be written."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
-        file = open_journal(state.directory() / FILE)
-        if file is not None:
-            with file:
-                append_lines(file, [start])
-            return True
+        try:
+            file = open_journal(state.directory() / FILE)
+            if file is not None:
+                with file:
+                    append_lines(file, [start])
+                return True
+        except OSError as error:
+            print(f"this start is not remembered: {FILE}: {error}", file=sys.stderr)
+            return False
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
 
 
 def profile(state: State, key: str) -> Optional[HealthyProfile]:
-    """What the latest starts of this kind took; None when there was none. Raises ``FormatError`` for a broken file."""
-    lines, _ = read_lines(state.root / FILE)
-    records = [decode_record(HealthyStart, line, FILE) for line in lines if line.get("key") == key]
-    starts = records[-REMEMBERED:]
+    """What the latest starts of this kind took; None when there was none. Lines that cannot be read do not count."""
+    starts = [start for start in _starts(state.root / FILE) if start.key == key][-REMEMBERED:]
     if not starts:
         return None
     phases = sorted({phase for start in starts for phase in start.phase_seconds})
@@ -92,6 +98,13 @@ def profile(state: State, key: str) -> Optional[HealthyProfile]:
         seconds=_mean([start.seconds for start in starts]),
         phase_seconds={phase: _mean([start.phase_seconds.get(phase, 0.0) for start in starts]) for phase in phases},
     )
+
+
+def _starts(path: Path) -> Iterator[HealthyStart]:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        for line in file:
+            with contextlib.suppress(*UNREADABLE):
+                yield decode(HealthyStart, line, FILE)
 
 
 def _without_places(args: Sequence[str]) -> List[str]:

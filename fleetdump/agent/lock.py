@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,11 @@ from typing import Iterator, Optional
 
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.procfs import is_alive, start_time
-from fleetdump.agent.protocol import AgentFailure, ProtocolError, from_json, to_json
+from fleetdump.agent.protocol import AgentFailure, from_json, to_json
+from fleetdump.agent.records import NOT_WRITABLE, naming
+
+BELIEVABLE_SECONDS = 10 * 365 * 86400.0
+"""A lock that claims to be older is not told its age: its clock, or the file, is wrong."""
 
 
 @dataclass
@@ -31,12 +36,13 @@ class Holder:
 
 
 @contextlib.contextmanager
-def host_lock(ctx: AgentContext) -> Iterator[None]:
+def host_lock(ctx: AgentContext, urgent: bool = False) -> Iterator[None]:
     """Hold the host's lock; raises ``AgentFailure`` code ``locked`` that names the holder when it is taken.
 
-    A lock whose holder is dead (killed agent, reboot) is taken over.
+    A lock whose holder is dead (killed agent, reboot) is taken over. ``urgent``: on a disk that takes no more the call
+    goes on without the lock, unless somebody holds it, and says so on stderr. Other ``OSError`` name the lock.
     """
-    directory = ctx.state.directory() / "lock"
+    directory = ctx.state.root / "lock"
     me = Holder(
         operator=ctx.request.operator,
         host=os.uname().nodename,
@@ -45,18 +51,34 @@ def host_lock(ctx: AgentContext) -> Iterator[None]:
         verb=ctx.request.verb,
         since=time.time(),
     )
-    _acquire(directory, me)
+    try:
+        with naming(directory):
+            ctx.state.directory()
+            _acquire(directory, me)
+    except OSError as error:
+        if not urgent or error.errno not in NOT_WRITABLE:
+            raise
+        _refuse_held(directory)
+        print(f"this host is not locked meanwhile: {error}", file=sys.stderr)
+        yield
+        return
     try:
         yield
     finally:
         _release(directory)
 
 
+def _refuse_held(directory: Path) -> None:
+    holder = read_holder(directory)
+    if holder is not None and is_alive(holder.pid, holder.start_time):
+        raise _busy(holder)
+
+
 def read_holder(directory: Path) -> Optional[Holder]:
     """The holder that ``directory`` names, None when nobody holds it."""
     try:
         return from_json(Holder, json.loads((directory / "holder.json").read_text()))
-    except (FileNotFoundError, NotADirectoryError, ValueError, ProtocolError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, OverflowError, RecursionError):
         return None
 
 
@@ -70,9 +92,7 @@ def _acquire(directory: Path, me: Holder) -> None:
         if _put(ready, directory):
             return
         with _takeover_guard(directory):
-            holder = read_holder(directory)
-            if holder is not None and is_alive(holder.pid, holder.start_time):
-                raise _busy(holder)
+            _refuse_held(directory)
             shutil.rmtree(str(directory), ignore_errors=True)
             if _put(ready, directory):
                 return
@@ -112,11 +132,12 @@ def _release(directory: Path) -> None:
 def _busy(holder: Optional[Holder]) -> AgentFailure:
     if holder is None:
         return AgentFailure("locked", "the host is locked", next_step="try again")
-    seconds = max(0, int(time.time() - holder.since))
+    age = time.time() - holder.since
+    since = f" since {age:.0f} s" if 0 <= age < BELIEVABLE_SECONDS else ""
     return AgentFailure(
         "locked",
         "the host is locked",
         where=holder.host,
-        why=f"{holder.operator or 'somebody'} runs {holder.verb} there since {seconds} s (pid {holder.pid})",
+        why=f"{holder.operator or 'somebody'} runs {holder.verb} there{since} (pid {holder.pid})",
         next_step="wait until it ends, or ask that operator",
     )

@@ -16,16 +16,18 @@ from fleetdump.agent import audit, bundles, protocol
 from fleetdump.agent.context import AgentContext, ControllerGone, State
 from fleetdump.agent.lock import host_lock
 from fleetdump.agent.protocol import AgentError, AgentFailure, Request, from_json, to_json
+from fleetdump.agent.records import NOT_WRITABLE
 from fleetdump.agent.watchdog import Watchdog
 
 
 class Verb(NamedTuple):
     """``target`` is ``module:function`` below ``fleetdump.agent``, imported on use; a verb that ``mutates`` the host
-    holds its lock and is audited."""
+    holds its lock and is audited; an ``urgent`` one does its work even where the disk takes neither lock nor audit."""
 
     args: type
     target: str
     mutates: bool = False
+    urgent: bool = False
 
 
 VERB_TABLE: Dict[str, Verb] = {
@@ -33,7 +35,7 @@ VERB_TABLE: Dict[str, Verb] = {
     "patch": Verb(protocol.PatchArgs, "patching:patch", mutates=True),
     "revert": Verb(protocol.RevertArgs, "patching:revert", mutates=True),
     "launch": Verb(protocol.LaunchArgs, "server:launch", mutates=True),
-    "stop": Verb(protocol.StopArgs, "server:stop", mutates=True),
+    "stop": Verb(protocol.StopArgs, "server:stop", mutates=True, urgent=True),
     "logs": Verb(protocol.LogsArgs, "status:logs"),
     "status": Verb(protocol.StatusArgs, "status:status"),
     "watch": Verb(protocol.WatchArgs, "watch:watch"),
@@ -97,12 +99,12 @@ def dispatch(ctx: AgentContext) -> Any:
     call = getattr(importlib.import_module(f"fleetdump.agent.{module}"), function)
     if not verb.mutates:
         return call(args, ctx)
-    with host_lock(ctx), _audited(ctx):
+    with host_lock(ctx, verb.urgent), _audited(ctx, verb.urgent):
         return call(args, ctx)
 
 
 @contextlib.contextmanager
-def _audited(ctx: AgentContext) -> Iterator[None]:
+def _audited(ctx: AgentContext, urgent: bool) -> Iterator[None]:
     started, clock = time.time(), time.monotonic()
     ok = False
     try:
@@ -111,7 +113,12 @@ def _audited(ctx: AgentContext) -> Iterator[None]:
     finally:
         # ``clean`` removes the audit log with everything else; a line must not bring the directory back.
         if ctx.state.root.is_dir():
-            audit.record(ctx, ok=ok, started=started, seconds=time.monotonic() - clock)
+            try:
+                audit.record(ctx, ok=ok, started=started, seconds=time.monotonic() - clock)
+            except OSError as error:
+                if ok and not (urgent and error.errno in NOT_WRITABLE):
+                    raise
+                print(f"this call is not audited: {error}", file=sys.stderr)
 
 
 def _failed(error: AgentError) -> Dict[str, Any]:

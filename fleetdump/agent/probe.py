@@ -12,7 +12,7 @@ from fleetdump.agent.checks import Checked
 from fleetdump.agent.context import AgentContext, machine_id
 from fleetdump.agent.probes.bounded import Probes
 from fleetdump.agent.protocol import Finding, ProbeArgs, ProbeResult, interpreters, models_of
-from fleetdump.agent.server import load_records, server_state
+from fleetdump.agent.server import server_states
 
 
 class Question(NamedTuple):
@@ -31,7 +31,7 @@ def probe(args: ProbeArgs, ctx: AgentContext) -> ProbeResult:
         result.findings += checked.findings
         for name, value in checked.facts.items():
             setattr(result, name, value)
-    result.servers = [server_state(record) for record in load_records(ctx.state)]
+    result.servers = server_states(ctx.state)
     return result
 
 

@@ -329,7 +329,8 @@ class PatchState:
 
 @dataclass
 class ServerState:
-    """A server of ours, as it is now. ``state``: absent, starting, ready, stopped, died."""
+    """A server of ours, as it is now. ``state``: absent, starting, ready, stopped, died; broken: its record cannot be
+    read, ``detail`` says why and what to do."""
 
     name: str
     state: str
@@ -347,6 +348,7 @@ class ServerState:
     uptime: float = 0.0
     delivery: str = "in-place"
     """How its patch came in, one of ``DELIVERIES``."""
+    detail: str = ""
 
 
 @dataclass
@@ -488,10 +490,16 @@ class HealthyProfile:
     seconds: float
     phase_seconds: Dict[str, float] = field(default_factory=dict)
 
+    @property
+    def lines_span(self) -> str:
+        """Log lines in words: ``62``, or ``60 to 64``."""
+        return str(self.lines_min) if self.lines_min == self.lines_max else f"{self.lines_min} to {self.lines_max}"
+
 
 @dataclass
 class WatchResult:
-    """``outcome``: ready, stall, died, wrong_model (falls back to another implementation), no_mark, timeout.
+    """``outcome``: ready, stall, died, wrong_model (falls back to another implementation), no_mark, timeout;
+    stopped and replaced: an operator did that to it, ``detail`` says who.
     ``evidence`` is the JSON of ``evidence_types.Evidence``; ``evidence_dir`` is its folder on the host."""
 
     outcome: str
@@ -614,6 +622,8 @@ class RunProgress:
     updated_at: float = 0.0
     notes: List[str] = field(default_factory=list)
     """For people: decoded supervised spans of the first samples, and warnings about the loss masks."""
+    share_id: str = ""
+    """Another one for each submit that made a share: its manifest is another file, even of the same run and server."""
 
 
 @dataclass
@@ -741,15 +751,27 @@ class StatusResult:
 
 
 @dataclass
+class CollectedShare:
+    """Ids of the samples of one server's share that the controller has, every byte verified."""
+
+    run: str
+    server: str
+    ids: List[str] = field(default_factory=list)
+
+
+@dataclass
 class CleanArgs:
     """Remove what is ours from the host. Servers must be stopped and patches reverted first; drivers are ended.
-    ``data`` also removes the runs' shards in ``capture_dirs``; without it runs that still have shards are kept."""
+    ``data`` also removes this host's shards in ``capture_dirs``; without it runs that still have shards are kept. It
+    is a ``conflict`` when a manifest has a sample that is not ``collected``, unless ``discard`` gives those up."""
 
     capture_dirs: List[str] = field(default_factory=list)
     interpreters: List[Interpreter] = field(default_factory=list)
     data: bool = False
     runs: List[str] = field(default_factory=list)
     """Only these runs; empty: everything of ours."""
+    collected: List[CollectedShare] = field(default_factory=list)
+    discard: bool = False
 
 
 @dataclass

@@ -9,6 +9,7 @@ import os
 import pwd
 import secrets
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +31,9 @@ from fleetdump.agent.protocol import (
     ServerState,
     StopArgs,
     StopResult,
-    from_json,
     to_json,
 )
+from fleetdump.agent.records import NOT_WRITABLE, broken, in_words, naming, read_advice, read_record
 from fleetdump.agent.scrub import scrub_argv
 from fleetdump.agent.share import runs_of, shares_of
 
@@ -87,27 +88,64 @@ class ServerRecord:
     v: int = 1
 
 
+@dataclass
+class MadeDirs:
+    """``made_dirs.json``: absolute paths of directories outside the state that a launch made."""
+
+    dirs: List[str]
+    v: int = 1
+
+
 # --------------------------------------------------------------------------- records
 def load_record(state: State, name: str) -> Optional[ServerRecord]:
-    """The record of server ``name``, or None when it was never launched (or removed)."""
+    """The record of server ``name``, or None when it was never launched (or removed). Raises ``AgentFailure`` when it
+    cannot be read."""
     path = state.root / "servers" / name / "server.json"
-    try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    by_hand = f"end the process that writes {path.with_name('server.log')}, if there is one, then remove that file"
+    record = read_record(ServerRecord, path, by_hand)
+    if record is None:
         return None
-    record = from_json(ServerRecord, data, str(path))
+    if record.name != name:
+        raise broken(path, f"it is the record of a server named {record.name!r}", by_hand)
     return record if record.pid else _adopt(record)
 
 
 def load_records(state: State) -> List[ServerRecord]:
-    """All records of this host, by name."""
-    names = sorted(p.parent.name for p in (state.root / "servers").glob("*/server.json"))
-    return [record for record in (load_record(state, name) for name in names) if record]
+    """All records of this host, by name. Raises ``AgentFailure`` when one cannot be read: for verbs that must know
+    about every server."""
+    records, unreadable = readable_records(state)
+    for failure in unreadable.values():
+        raise failure
+    return records
+
+
+def readable_records(state: State) -> Tuple[List[ServerRecord], Dict[str, AgentFailure]]:
+    """The records of this host that can be read, by name, and why others cannot: for verbs that go on without them."""
+    records: List[ServerRecord] = []
+    unreadable: Dict[str, AgentFailure] = {}
+    for name in sorted(p.parent.name for p in (state.root / "servers").glob("*/server.json")):
+        try:
+            record = load_record(state, name)
+        except AgentFailure as failure:  # noqa: PERF203
+            unreadable[name] = failure
+        else:
+            records += [record] if record else []
+    return records, unreadable
+
+
+def server_states(state: State) -> List[ServerState]:
+    """Every server of this host as it is now, by name; one whose record cannot be read is ``broken``."""
+    records, unreadable = readable_records(state)
+    states = [server_state(record) for record in records]
+    states += [ServerState(name, "broken", detail=in_words(failure)) for name, failure in unreadable.items()]
+    return sorted(states, key=lambda one: one.name)
 
 
 def save_record(state: State, record: ServerRecord) -> None:
-    """Replace ``server.json`` atomically and durably."""
-    write_json(state.server(record.name) / "server.json", record)
+    """Replace ``server.json`` atomically and durably; an ``OSError`` names it."""
+    path = state.root / "servers" / record.name / "server.json"
+    with naming(path):
+        write_json(state.server(record.name) / path.name, record)
 
 
 def _adopt(record: ServerRecord) -> ServerRecord:
@@ -324,7 +362,8 @@ def _start(args: LaunchArgs, plan: _LaunchPlan, ctx: AgentContext) -> LaunchResu
         env["FLEETDUMP_TAP_CONFIG"] = str(folder / "tap.json")
         settings = {"v": 1, "server": spec.name, "launch_id": record.launch_id, "ranks": spec.tp}
         settings.update(to_json(capture), dir=directory)
-        write_json(folder / "tap.json", settings)
+        with naming(folder / "tap.json"):
+            write_json(folder / "tap.json", settings)
     _rotate(log)
     with contextlib.suppress(FileNotFoundError):
         (folder / "timeline.jsonl").unlink()
@@ -345,18 +384,17 @@ def _make_capture_dir(state: State, path: Path) -> None:
     missing = [p for p in [path, *path.parents] if not p.exists()]
     note = state.directory() / "made_dirs.json"
     if missing:
-        write_json(note, {"v": 1, "dirs": sorted({*made_dirs(state), *map(str, missing)})})
+        with naming(note):
+            write_json(note, MadeDirs(sorted({*made_dirs(state), *map(str, missing)})))
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not os.access(str(path), os.W_OK | os.X_OK):
         raise AgentFailure("permission", "the capture directory may not be written", where=str(path))
 
 
 def made_dirs(state: State) -> List[str]:
-    """Directories outside the state that we made."""
-    try:
-        return list(json.loads((state.root / "made_dirs.json").read_bytes())["dirs"])
-    except FileNotFoundError:
-        return []
+    """Directories outside the state that we made; they are only ever removed when they are empty."""
+    made = read_advice(MadeDirs, state.root / "made_dirs.json")
+    return made.dirs if made else []
 
 
 def _rotate(log: Path) -> None:
@@ -379,22 +417,38 @@ def _already_runs(record: ServerRecord) -> AgentFailure:
 
 # --------------------------------------------------------------------------- stop
 def stop(args: StopArgs, ctx: AgentContext) -> StopResult:
-    """Stop servers of ours; processes of other sessions are never touched."""
+    """Stop servers of ours; processes of other sessions are never touched. A server whose record cannot be read is an
+    ``AgentFailure``, once all others have been stopped."""
     result = StopResult()
-    for name in args.servers or [record.name for record in load_records(ctx.state)]:
+    records, unreadable = readable_records(ctx.state)
+    for name in args.servers or [record.name for record in records]:
+        if name in unreadable:
+            continue
         record = load_record(ctx.state, name)
         if record is None or not living(record):
             result.absent.append(name)
             continue
         (result.killed if _end(record, ctx, args.grace) else result.stopped).append(name)
+    for name, failure in unreadable.items():
+        if not args.servers or name in args.servers:
+            raise _cannot_stop(name, failure, result)
     ended = {*result.stopped, *result.killed}
     shares = [share for run in runs_of(ctx.state) for share in shares_of(ctx.state, run) if share.server in ended]
     result.waiting = [f"{share.run} on {share.server}" for share in shares if share.driver_alive()]
     return result
 
 
+def _cannot_stop(name: str, failure: AgentFailure, result: StopResult) -> AgentFailure:
+    error = failure.error
+    others = ", ".join([*result.stopped, *result.killed])
+    what = f"server {name} cannot be stopped: {error.what}" + (f" (stopped: {others})" if others else "")
+    return AgentFailure(error.code, what, error.where, error.why, error.next_step)
+
+
 def _end(record: ServerRecord, ctx: AgentContext, grace: float) -> bool:
-    """End every process of the server's session; returns whether any had to be killed."""
+    """End every process of the server's session; returns whether any had to be killed. The record says so from before
+    the first signal on, so that whoever watches the server does not take its end for a death."""
+    _note_stop(record, ctx, time.time())
     _signal(_terminable(record), record, signal.SIGTERM)
     _wait(record, min(grace, max(1.0, ctx.remaining() - KILL_WAIT)))
     killed = False
@@ -404,15 +458,27 @@ def _end(record: ServerRecord, ctx: AgentContext, grace: float) -> bool:
         if not left:
             break
         if time.monotonic() > deadline:
+            _note_stop(record, ctx, 0.0)
             raise _unkillable(record, left)
         killed = True
         _signal(left, record, signal.SIGKILL)
         time.sleep(POLL)
-    current = load_record(ctx.state, record.name) or record
-    current.ready = False
-    current.stopped_at = time.time()
-    save_record(ctx.state, current)
+    _note_stop(record, ctx, time.time(), ended=True)
     return killed
+
+
+def _note_stop(record: ServerRecord, ctx: AgentContext, at: float, ended: bool = False) -> None:
+    """Write ``stopped_at``; a disk that takes no more must not keep a server from being stopped."""
+    current = load_record(ctx.state, record.name) or record
+    current.ready = current.ready and not ended
+    current.stopped_at = at
+    try:
+        save_record(ctx.state, current)
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        if ended:
+            print(f"{record.name} is stopped without a note of it: {error}", file=sys.stderr)
 
 
 def _terminable(record: ServerRecord) -> List[ProcSample]:

@@ -16,7 +16,8 @@ from fleetdump.agent.context import State
 from fleetdump.agent.formats import SELFCHECK_PREFIX, SERVER_NAME, AttemptLine, is_run_name
 from fleetdump.agent.jsonl import decode_record, read_lines, write_json
 from fleetdump.agent.procfs import is_alive, start_time
-from fleetdump.agent.protocol import CaptureSpec, RunProgress, from_json
+from fleetdump.agent.protocol import AgentFailure, CaptureSpec, RunProgress
+from fleetdump.agent.records import in_words, naming, read_advice, read_record
 from fleetdump.agent.schedule import Sample
 
 FINISHED = ("done", "failed")
@@ -41,6 +42,11 @@ class ShareSpec:
     model_sha256: str
     submitted_at: float
     v: int = 1
+
+    @property
+    def share_id(self) -> str:
+        """Which submit made this share: a run that was cleaned away and begun anew is told from the one before."""
+        return f"{self.share_sha256[:16]}-{self.submitted_at:.6f}"
 
     @property
     def directory(self) -> Path:
@@ -106,12 +112,14 @@ class Share:
         return self.root / "driver.log"
 
     def spec(self) -> Optional[ShareSpec]:
-        """What was submitted, None when nothing was (or the submit did not end)."""
-        data = _read_json(self.root / "share.json")
-        return None if data is None else from_json(ShareSpec, data, "share.json")
+        """What was submitted, None when nothing was (or the submit did not end). Raises ``AgentFailure`` when
+        share.json cannot be read."""
+        again = "remove that file and run `fleetdump extract` of this run again"
+        return read_record(ShareSpec, self.root / "share.json", again)
 
     def save_spec(self, spec: ShareSpec) -> None:
-        write_json(self.root / "share.json", spec)
+        with naming(self.root / "share.json"):
+            write_json(self.root / "share.json", spec)
 
     def save_progress(self, progress: RunProgress) -> None:
         """Atomic but not fsynced: it is rewritten every second and recomputed after a crash."""
@@ -120,10 +128,15 @@ class Share:
         os.replace(temporary, self.root / "progress.json")
 
     def progress(self) -> RunProgress:
-        """The share's state as it is now: the driver's last word, and whether the driver lives."""
-        data = _read_json(self.root / "progress.json")
+        """The share's state as it is now: the driver's last word, and whether the driver lives; failed, with why,
+        when share.json cannot be read."""
         fresh = RunProgress(self.run, self.server, "tokenising")
-        progress = from_json(RunProgress, data, "progress.json") if data else fresh
+        progress = read_advice(RunProgress, self.root / "progress.json") or fresh
+        try:
+            spec = self.spec()
+            progress.share_id = spec.share_id if spec else ""
+        except AgentFailure as failure:
+            progress.state, progress.detail = "failed", in_words(failure)
         progress.driver_alive = self.driver_alive()
         if not progress.driver_alive and progress.state not in FINISHED:
             progress.state = "stopped"
@@ -146,9 +159,8 @@ class Share:
         return lock
 
     def driver(self) -> Optional[DriverRecord]:
-        """The latest driver, alive or not."""
-        data = _read_json(self.root / "driver.json")
-        return None if data is None else from_json(DriverRecord, data, "driver.json")
+        """The latest driver, alive or not. That there is one at a time is up to the claim, not to this file."""
+        return read_advice(DriverRecord, self.root / "driver.json")
 
     def driver_alive(self) -> bool:
         driver = self.driver()
@@ -216,13 +228,6 @@ def shares_of(state: State, run: str) -> List[Share]:
 def valid_names(run: str, server: str) -> bool:
     """Whether both may become folder names."""
     return is_run_name(run) and bool(SERVER_NAME.match(server))
-
-
-def _read_json(path: Path) -> Optional[Dict[str, Any]]:
-    with suppress(FileNotFoundError):
-        data: Dict[str, Any] = json.loads(path.read_bytes())
-        return data
-    return None
 
 
 def _notes(head: Dict[str, Any]) -> List[str]:

@@ -21,7 +21,7 @@ from fleetdump.agent.protocol import (
     StatusResult,
 )
 from fleetdump.agent.scrub import scrub
-from fleetdump.agent.server import load_records, server_state
+from fleetdump.agent.server import server_states
 from fleetdump.agent.share import runs_of, shares_of
 
 BLOCK = 1 << 20
@@ -33,7 +33,7 @@ def status(args: StatusArgs, ctx: AgentContext) -> StatusResult:
     """Servers, runs and, with ``args.interpreter``, the patch of that engine. Changes nothing, makes no directory."""
     return StatusResult(
         hostname=os.uname().nodename,
-        servers=[server_state(record) for record in load_records(ctx.state)],
+        servers=server_states(ctx.state),
         shares=progress_of_all(ctx.state),
         patch=_patch_state(args.interpreter, ctx) if args.interpreter else None,
         state_bytes=tree_bytes(ctx.state.root),
@@ -68,7 +68,7 @@ def logs(args: LogsArgs, ctx: AgentContext) -> LogsResult:
     try:
         log = open(str(path), "rb")  # noqa: SIM115 (follow changes files)
     except FileNotFoundError:
-        known = ", ".join(r.name for r in load_records(ctx.state)) or "none"
+        known = ", ".join(one.name for one in server_states(ctx.state)) or "none"
         raise AgentFailure(
             "not_found",
             f"server {args.server} has no log here",

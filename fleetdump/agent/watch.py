@@ -6,17 +6,19 @@ What it decides is in pure functions: ``judge`` here, ``progress`` for the stall
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Set, Tuple
 
-from fleetdump.agent import healthy, procfs
+from fleetdump.agent import audit, healthy, procfs
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.evidence_types import Target, WatchFacts
 from fleetdump.agent.formats import FORMAT_VERSION
 from fleetdump.agent.jsonl import append_lines, open_journal
+from fleetdump.agent.lock import read_holder
 from fleetdump.agent.logmarks import LogMarks, LogParser
 from fleetdump.agent.probes import gpu, net
 from fleetdump.agent.probes.bounded import ProbeFailed
@@ -184,6 +186,9 @@ class Watcher:
         """Poll until an outcome."""
         end = time.monotonic() + min(self._args.until, self._ctx.remaining() - CLOSING_SECONDS)
         while True:
+            withdrawn = self._withdrawn()
+            if withdrawn:
+                return self._finish_withdrawn(*withdrawn)
             situation, assessment = self._look()
             self._tell(assessment)
             verdict = judge(self._args, situation)
@@ -194,6 +199,43 @@ class Watcher:
             if time.monotonic() + self._args.interval > end:
                 return self._finish("timeout", f"still in phase {assessment.phase}", assessment)
             time.sleep(self._args.interval)
+
+    # ------------------------------------------------------------------ what operators do meanwhile
+    def _withdrawn(self) -> Optional[Tuple[str, str]]:
+        """``stopped`` or ``replaced`` and by whom, once the record says that an operator took this launch away."""
+        name = self._record.name
+        try:
+            current = load_record(self._ctx.state, name)
+        except AgentFailure:
+            return None  # what is known of the launch is enough to go on
+        if current is None:
+            return "stopped", f"server {name} was stopped and its record removed{self._operator('clean', 'stop')}"
+        if current.launch_id != self._record.launch_id:
+            return "replaced", f"server {name} was replaced by another launch of it{self._operator('launch')}"
+        if current.stopped_at:
+            return "stopped", f"server {name} was stopped by fleetdump stop{self._operator('stop', 'launch')}"
+        return None
+
+    def _operator(self, *verbs: str) -> str:
+        holder = read_holder(self._ctx.state.root / "lock")
+        if holder is not None and holder.verb in verbs and procfs.is_alive(holder.pid, holder.start_time):
+            who = holder.operator
+        else:
+            who = audit.last_operator(self._ctx.state, verbs, self._record.started_at)
+        return f" (operator {who})" if who else ""
+
+    def _finish_withdrawn(self, outcome: str, detail: str) -> WatchResult:
+        """The result of a launch that somebody else took away: no evidence, and nothing is written, for the folder is
+        not this launch's any more."""
+        marks = self._log.marks
+        return WatchResult(
+            outcome=outcome,
+            phase=marks.phase,
+            seconds=round(max(0.0, time.time() - self._record.started_at), 1),
+            lines=marks.lines,
+            detail=detail,
+            log_tail=[scrub(line) for line in marks.tail],
+        )
 
     # ------------------------------------------------------------------ looking
     def _look(self) -> Tuple[Situation, Assessment]:
@@ -255,21 +297,29 @@ class Watcher:
             self._ctx.emit("tick", server=self._record.name, lines=marks.lines, phase=marks.phase, idle_seconds=idle)
 
     def _timeline(self, event: str, fact: Dict[str, Any]) -> None:
-        file = open_journal(self._ctx.state.server(self._record.name) / "timeline.jsonl")
-        if file is None:
-            return  # another watch of the same server writes it
-        with file:
-            launch = self._record.launch_id
-            append_lines(file, [{"v": FORMAT_VERSION, "t": time.time(), "event": event, "launch_id": launch, **fact}])
+        line = {"v": FORMAT_VERSION, "t": time.time(), "event": event, "launch_id": self._record.launch_id, **fact}
+        with contextlib.suppress(OSError):  # a full disk, a file that is none: the watch goes on without it
+            file = open_journal(self._ctx.state.root / "servers" / self._record.name / "timeline.jsonl")
+            if file is None:
+                return  # another watch of the same server writes it
+            with file:
+                append_lines(file, [line])
 
     def _save(self, ready: bool) -> None:
         """Update server.json, unless the server was launched anew or stopped meanwhile."""
-        current = load_record(self._ctx.state, self._record.name)
-        if current is None or current.launch_id != self._record.launch_id:
+        current = self._current()
+        if current is None:
             return
         current.phase, current.lines = self._log.marks.phase, self._log.marks.lines
         current.ready = current.ready or ready
         save_record(self._ctx.state, current)
+
+    def _current(self) -> Optional[ServerRecord]:
+        """The record of this launch as it is now, if it is still there and can be read."""
+        with contextlib.suppress(AgentFailure):
+            current = load_record(self._ctx.state, self._record.name)
+            return current if current and current.launch_id == self._record.launch_id else None
+        return None
 
     # ------------------------------------------------------------------ the end
     def _finish(self, outcome: str, detail: str, assessment: Assessment) -> WatchResult:
@@ -300,7 +350,7 @@ class Watcher:
         return seconds
 
     def _on_ready(self, result: WatchResult) -> None:
-        current = load_record(self._ctx.state, self._record.name)
+        current = self._current()
         first = current is not None and not current.ready
         self._save(ready=True)
         if first:
@@ -342,8 +392,7 @@ class Watcher:
         known: Optional[HealthyProfile] = self._healthy
         if known is None:
             return ""
-        span = f"{known.lines_min}" if known.lines_min == known.lines_max else f"{known.lines_min} to {known.lines_max}"
-        return f" (healthy starts had {span})"
+        return f" (healthy starts had {known.lines_span})"
 
     def _log_elsewhere(self) -> str:
         """Says so when the launcher's stdout is another file than the watched log."""

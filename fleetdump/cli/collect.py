@@ -14,7 +14,7 @@ from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options
 from fleetdump.errors import ExitCode, FleetdumpError, UsageError, worst
 from fleetdump.fleet import fan_out
 from fleetdump.ledger import Ledger
-from fleetdump.tasks.collect import CollectReport, PullOptions, PullReport, merge, pull, require_whole
+from fleetdump.tasks.collect import CollectReport, PullOptions, PullReport, merge, only_collector, pull, require_whole
 from fleetdump.tasks.extract import require_run_name, runs_file
 from fleetdump.views.console import err, out, print_error, size
 
@@ -59,7 +59,7 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
 
     ledger_file = runs_file(runs_dir, run_name)
     is_new = not ledger_file.parent.exists()
-    with Ledger(ledger_file) as ledger:
+    with only_collector(ledger_file.parent), Ledger(ledger_file) as ledger:
         report = Report(options, Verb("collect", show, code=_code, deadline=DEADLINE))
         outcomes = fan_out(
             hosts,
@@ -73,7 +73,7 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
             shutil.rmtree(ledger_file.parent)
             sys.exit(worst([report.close(), _unknown_run(run_name, runs_dir)]))
         merged = merge(ledger, pull_options, runs_dir)
-    _write(merged)
+        _write(merged)
     code = report.close()
     _show_merged(merged, options.as_json)
     try:

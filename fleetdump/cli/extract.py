@@ -102,7 +102,9 @@ def _worker(
 ) -> Callable[[Host], list[RunProgress]]:
     def work(host: Host) -> list[RunProgress]:
         submitted = submit(host, plan, settings, ledger)
-        return submitted if on_progress is None else follow(host, plan.run, on_progress)
+        if on_progress is None or all(share.state == "done" for share in submitted):
+            return submitted
+        return follow(host, plan.run, on_progress)
 
     return work
 

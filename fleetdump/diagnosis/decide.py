@@ -18,6 +18,7 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     """All verdicts that the evidence supports, best first: by decision order, then by confidence; never empty."""
     view = View(evidence)
     found = [(step, verdict) for step, check in SIGNATURES if (verdict := check(view))]
+    found = [item for item in found if item[0] == Step.ENDED] or found
     found.sort(key=lambda item: (item[0], _CONFIDENCE[item[1].confidence]))
     causes = any(step < Step.NOTES for step, _ in found)
     verdicts = [verdict for _, verdict in found]

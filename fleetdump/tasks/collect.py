@@ -6,15 +6,18 @@ A host that cannot be reached is not in the way of the others: what it has is co
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
-from fleetdump.agent.formats import FormatError, ManifestLine, RejectedLine
+from fleetdump.agent.formats import FileName, FormatError, ManifestLine, ManifestPiece, RejectedLine
 from fleetdump.agent.jsonl import decode_record, fsync_directory
 from fleetdump.agent.protocol import (
     FetchArgs,
@@ -27,11 +30,11 @@ from fleetdump.agent.protocol import (
     StatusArgs,
     StatusResult,
 )
-from fleetdump.agent.tensorfile import crc32, file_sha256
+from fleetdump.agent.tensorfile import crc32, file_sha256, tensor_bytes
 from fleetdump.dataset.shards import ShardReader, verify_samples
-from fleetdump.errors import FleetdumpError
+from fleetdump.errors import FleetdumpError, HostError, LockedError, of_local_file
 from fleetdump.fleet import Host
-from fleetdump.ledger import Ledger, ShareRow
+from fleetdump.ledger import Delivered, Ledger, ShareRow
 from fleetdump.tasks._task import task
 
 MANIFEST_DEADLINE = 600.0
@@ -41,6 +44,11 @@ SETTINGS = ("dtype", "hidden", "layers", "final", "engine", "patch_sha256", "mod
 PULLED_KINDS = ("shard", "tokens", "norm")
 Fetch = Callable[[str, int, BinaryIO], int]
 """Bring a file's bytes: (name, offset, open file) to the number of bytes that came."""
+
+LARGEST_INT = 2**53
+"""Larger numbers are not the same in every JSON reader."""
+NAME_BYTES = 255 - len(".partial")
+"""Longest name that a file of a run can have here, with room for the ending of a copy that is under way."""
 
 T = TypeVar("T")
 LISTED = 20
@@ -103,6 +111,32 @@ class LineFault(ValueError):
     """A manifest or reject line that cannot be taken in; the text says why."""
 
 
+@contextmanager
+def only_collector(run_dir: Path) -> Iterator[None]:
+    """Be the one process that collects this run here, until the block or the process ends; the folder is made. Raises
+    ``LockedError`` naming the process that is."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise of_local_file(error) from error
+    with open(descriptor, "r+", encoding="ascii", errors="replace") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = lock.read(20).strip() or "unknown"
+            raise LockedError(
+                f"run {run_dir.name} is being collected already",
+                str(run_dir),
+                f"by process {holder} of this machine",
+                "wait until that one has ended, or end it; then collect again",
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
 # --------------------------------------------------------------------------- one host
 @task
 def pull(host: Host, options: PullOptions, ledger: Ledger) -> PullReport:
@@ -121,13 +155,23 @@ def _shares(host: Host, run: str, ledger: Ledger) -> list[ShareRow]:
     status = host.call(StatusArgs(), StatusResult, verb="status")
     for progress in status.shares:
         if progress.run == run:
-            ledger.add_share(host.config.name, progress.server)
+            ledger.meet_share(host.config.name, progress.server, progress.share_id)
     there = {progress.server for progress in status.shares if progress.run == run}
     return [share for share in ledger.shares(host.config.name) if share.server in there]
 
 
 def _pull_lines(host: Host, run: str, share: ShareRow, ledger: Ledger, report: PullReport) -> None:
-    """Lines and the offset behind them go into the ledger in one transaction: neither is lost nor taken twice."""
+    """Lines and the offset behind them go into the ledger in one transaction: neither is lost nor taken twice. Files
+    that are not those read before (restored from a copy, say) are read anew."""
+    try:
+        _pull_lines_from(host, run, share, ledger, report)
+    except HostError as error:
+        if error.code != "conflict" or not (share.offset or share.rejected_offset):
+            raise
+        _pull_lines_from(host, run, replace(share, offset=0, rejected_offset=0), ledger, report)
+
+
+def _pull_lines_from(host: Host, run: str, share: ShareRow, ledger: Ledger, report: PullReport) -> None:
     source = Source(run, host.config.name, share.server)
     events: list[dict[str, Any]] = []
     result = host.call(
@@ -137,6 +181,9 @@ def _pull_lines(host: Host, run: str, share: ShareRow, ledger: Ledger, report: P
         on_event=events.append,
         deadline=MANIFEST_DEADLINE,
     )
+    if result.progress.share_id != share.share_id:
+        report.faults.append(f"{source}: the run was begun anew there while it was read: collect again")
+        return
     with ledger.transaction():
         for event in events:
             if event.get("event") == "manifest":
@@ -154,8 +201,7 @@ def take_line(ledger: Ledger, source: Source, text: str) -> list[str]:
     """Check a manifest line and take it in; what is wrong with it, in words."""
     try:
         line = check_line(text, source)
-        if ledger.is_planned and not ledger.knows(line.id):
-            raise LineFault(f"sample {line.id!r} is not of this data set")
+        _check_known(line.id, ledger)
     except LineFault as fault:
         return [f"{source}: manifest: {fault}"]
     ledger.deliver(source.host, line, text)
@@ -167,6 +213,7 @@ def take_reject(ledger: Ledger, source: Source, text: str) -> list[str]:
     try:
         line = _decode(RejectedLine, text)
         _check_source(line.run, line.server, source)
+        _check_known(line.id, ledger)
     except LineFault as fault:
         return [f"{source}: rejected: {fault}"]
     ledger.reject(source.host, line)
@@ -174,40 +221,116 @@ def take_reject(ledger: Ledger, source: Source, text: str) -> list[str]:
 
 
 def check_line(text: str, source: Source) -> ManifestLine:
-    """The manifest line in ``text``; raises ``LineFault`` when it is torn, of another run or server, or says of its
-    pieces what cannot be: a gap, an overlap, another number of rows than tokens."""
+    """The manifest line in ``text``; raises ``LineFault`` when it is torn, of another run or server, or says what
+    cannot be: pieces with a gap, an overlap or another number of rows than tokens, impossible sizes, layers or
+    files."""
     line = _decode(ManifestLine, text)
     _check_source(line.run, line.server, source)
-    position = 0
-    for piece in line.pieces:
-        if piece.start != position or piece.rows < 1:
-            raise LineFault(f"sample {line.id!r}: {piece.name} starts at {piece.start}, expected {position}")
-        position += piece.rows
-    if position != line.tokens:
-        raise LineFault(f"sample {line.id!r}: pieces hold {position} rows of {line.tokens} tokens")
-    for name in (line.token_shard.shard, line.norm, *(piece.shard for piece in line.pieces)):
-        if "/" in name or name.startswith("."):  # it becomes the name of a file here
-            raise LineFault(f"sample {line.id!r}: {name!r} is no name of a file of the run")
-    if not 0 <= line.supervised <= line.tokens:
-        raise LineFault(f"sample {line.id!r}: {line.supervised} of {line.tokens} tokens supervised")
+    try:
+        _check_pieces(line)
+        _check_layers(line)
+        for piece in line.pieces:
+            _check_place(line, piece)
+        for name in (line.token_shard.shard, line.norm, *(piece.shard for piece in line.pieces)):
+            _check_file_name(name)
+        _check_norm(line.norm)
+        if not 0 <= line.supervised <= line.tokens:
+            raise LineFault(f"{line.supervised} of {line.tokens} tokens supervised")
+    except LineFault as fault:
+        raise LineFault(f"sample {line.id[:80]!r}: {fault}") from fault
     return line
 
 
-def _decode(kind: type[T], text: str) -> T:
+def _check_pieces(line: ManifestLine) -> None:
+    position = 0
+    for piece in line.pieces:
+        if piece.start != position or piece.rows < 1:
+            raise LineFault(f"{piece.name[:80]!r} starts at {piece.start}, expected {position}")
+        position += piece.rows
+    if position != line.tokens:
+        raise LineFault(f"pieces hold {position} rows of {line.tokens} tokens")
+    if line.tokens < 1:
+        raise LineFault("it has no token")
+
+
+def _check_layers(line: ManifestLine) -> None:
+    if set(line.layers) != {"input", "output"} or len(line.layers["input"]) != len(line.layers["output"]):
+        raise LineFault("layers are not as many inputs as outputs")
+
+
+def _check_place(line: ManifestLine, piece: ManifestPiece) -> None:
+    """A piece is ``[rows, layers + 1, hidden]``: no other number of bytes holds it."""
+    if piece.offset < 0 or line.hidden < 1:
+        raise LineFault(f"{piece.name[:80]!r} has offset {piece.offset}, hidden {line.hidden}")
     try:
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("v") != 1:
-            raise LineFault(f"not a line of version 1: {text[:80]!r}")
+        expected = tensor_bytes(line.dtype, [piece.rows, len(line.layers["input"]) + 1, line.hidden])
+    except FormatError as error:
+        raise LineFault(str(error)[:200]) from error
+    if piece.bytes != expected:
+        raise LineFault(f"{piece.name[:80]!r} has {piece.bytes} bytes, expected {expected}")
+
+
+def _check_file_name(name: str) -> None:
+    """It becomes the name of a file here."""
+    if not name or not name.isprintable() or "/" in name or name[0] == "." or len(name.encode()) > NAME_BYTES:
+        raise LineFault(f"{name[:80]!r} is no name of a file of the run")
+
+
+def _check_norm(name: str) -> None:
+    parsed = FileName.parse(name)
+    if parsed is None or parsed.kind != "norm":
+        raise LineFault(f"{name[:80]!r} is no norm file")
+
+
+def _decode(kind: type[T], text: str) -> T:
+    data = _load(text)
+    try:
         return decode_record(kind, data, "line")
-    except ValueError as error:
-        if isinstance(error, LineFault):
-            raise
-        raise LineFault(f"cannot be read: {error}: {text[:80]!r}") from error
+    except FormatError as error:
+        raise LineFault(f"cannot be read: {str(error)[:200]}: {text[:80]!r}") from error
+
+
+def _load(text: str) -> dict[str, Any]:
+    """The object in one line of JSON; raises ``LineFault`` for everything else, and for numbers and strings that could
+    not be stored or written again: beyond 2^53, NaN, infinite, lone surrogates."""
+    try:
+        text.encode()
+        data = json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_no_number)
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise LineFault(f"cannot be read: it is not Unicode text: {text[:80]!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise LineFault(f"cannot be read: {str(error)[:200]}: {text[:80]!r}") from error
+    if not isinstance(data, dict) or data.get("v") != 1:
+        raise LineFault(f"not a line of version 1: {text[:80]!r}")
+    return data
+
+
+def _int(digits: str) -> int:
+    if len(digits) > len(str(-LARGEST_INT)) or abs(int(digits)) > LARGEST_INT:
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return number
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _check_known(sample: str, ledger: Ledger) -> None:
+    if ledger.is_planned and not ledger.knows(sample):
+        raise LineFault(f"sample {sample[:80]!r} is not of this data set")
 
 
 def _check_source(run: str, server: str, source: Source) -> None:
     if (run, server) != (source.run, source.server):
-        raise LineFault(f"is of run {run}, server {server}")
+        raise LineFault(f"is of run {run[:80]!r}, server {server[:80]!r}")
 
 
 # --------------------------------------------------------------------------- shards of one host
@@ -216,11 +339,13 @@ def _pull_shards(host: Host, run: str, folder: Path, ledger: Ledger, report: Pul
     capture_dir = host.config.capture.spec().dir
     listed = host.call(ShardsArgs(run, capture_dir), ShardsResult, verb="shards", deadline=SHARDS_DEADLINE).shards
     there = {shard.name: shard for shard in listed if shard.kind in PULLED_KINDS}
-    lines = [decode_record(ManifestLine, json.loads(d.line), d.id) for d in ledger.delivered(host.config.name)]
+    lines = list(_good_lines(ledger, run, host.config.name))
     needed = ledger.needed_shards(host.config.name) | {line.norm for line in lines if line.norm}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in sorted(needed):
         shard = there.get(name)
+        if shard is None and ledger.is_verified(host.config.name, name) and (folder / name).exists():
+            continue  # brought home before the host was cleaned
         if shard is None or shard.open:
             what = "is still open" if name in there or f"{name}.part" in there else "is missing there"
             report.faults.append(f"{host.config.name}: {name} {what}")
@@ -236,8 +361,15 @@ def _pull_shards(host: Host, run: str, folder: Path, ledger: Ledger, report: Pul
         faults = verify_pieces(folder, name, lines)
         report.faults += [f"{host.config.name}: {fault}" for fault in faults]
         report.shards += 1
-        ledger.pulled(host.config.name, name, verified=not faults)
+        ledger.pulled(host.config.name, name, folder / name, verified=not faults)
     report.faults += [f"{host.config.name}: {fault}" for fault in verify_samples(folder, lines)]
+
+
+def _good_lines(ledger: Ledger, run: str, host: str) -> Iterator[ManifestLine]:
+    """What was delivered by one host. A line that a ledger should not have is left out: ``merge`` names it."""
+    for sample in ledger.delivered(host):
+        with suppress(LineFault):
+            yield check_line(sample.line, Source(run, host, sample.server))
 
 
 def _fetch(host: Host, run: str, capture_dir: str, name: str, offset: int, out: BinaryIO) -> int:
@@ -316,15 +448,17 @@ def merge(ledger: Ledger, options: PullOptions, runs_dir: Path) -> CollectReport
     temporary = target.with_name("manifest.jsonl.tmp")
     settings: dict[str, dict[str, set[str]]] = {key: {} for key in SETTINGS}
     tokens = 0
+    damaged: list[str] = []
     with open(temporary, "w", encoding="utf-8") as out:
         for sample in ledger.delivered():
-            line = json.loads(sample.line)
+            try:
+                line, values = _merged(sample, with_path=options.to is not None)
+            except LineFault as fault:
+                damaged.append(f"{sample.id} (its line in the ledger: {fault})")
+                continue
             tokens += line["tokens"]
-            for key in SETTINGS:
-                values = settings[key].setdefault(json.dumps(line[key], sort_keys=True), set())
-                values.add(f"{sample.host}/{sample.server}")
-            if options.to is not None:
-                line["path"] = sample.host
+            for key, value in values.items():
+                settings[key].setdefault(value, set()).add(f"{sample.host}/{sample.server}")
             out.write(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n")
         out.flush()
         os.fsync(out.fileno())
@@ -333,17 +467,32 @@ def merge(ledger: Ledger, options: PullOptions, runs_dir: Path) -> CollectReport
     totals = ledger.totals()
     return CollectReport(
         run=options.run,
-        samples=totals.delivered,
+        samples=totals.delivered - len(damaged),
         expected=totals.expected,
-        lost=totals.lost,
+        lost=totals.lost + len(damaged),
         duplicated=totals.duplicated,
         rejected=totals.rejected,
         tokens=tokens,
         manifest=str(target),
-        missing=[f"{sample} (given to {host}/{server})" for sample, host, server in ledger.lost(LISTED)],
+        missing=[*damaged, *(f"{sample} (given to {host}/{server})" for sample, host, server in ledger.lost(LISTED))][
+            :LISTED
+        ],
         rejects=[f"{sample}: {reason}" for sample, reason in ledger.rejected()[:LISTED]],
         mismatches=list(_mismatches(settings)),
     )
+
+
+def _merged(sample: Delivered, *, with_path: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """A sample's line for the merged manifest, and its settings as text; raises ``LineFault``."""
+    line = _load(sample.line or "")
+    if line.get("id") != sample.id or type(line.get("tokens")) is not int:
+        raise LineFault("it is of another sample, or without tokens")
+    absent = [key for key in SETTINGS if key not in line]
+    if absent:
+        raise LineFault(f"it has no {absent[0]}")
+    if with_path:
+        line["path"] = sample.host
+    return line, {key: json.dumps(line[key], sort_keys=True) for key in SETTINGS}
 
 
 def _mismatches(settings: Mapping[str, Mapping[str, set[str]]]) -> Iterator[str]:

@@ -51,6 +51,8 @@ LAUNCH_DEADLINE = 120.0
 STOP_GRACE = 30.0
 EVIDENCE_DEADLINE = 120.0
 SELFCHECK_DEADLINE = 300.0
+WITHDRAWN = ("stopped", "replaced")
+"""Outcomes of a watch that another operator brought about: nothing to diagnose, and nothing of ours to stop."""
 WATCH_LIMIT = 6 * 3600.0
 """A start that still makes progress is waited for this long: the biggest checkpoints take over an hour."""
 
@@ -272,7 +274,9 @@ def _watch(host: Host, plan: DeployPlan, launched: LaunchResult, architecture: s
         detail=result.detail,
         evidence_dir=result.evidence_dir,
     )
-    if result.outcome != "ready":
+    if result.outcome in WITHDRAWN:
+        on_event({"event": "step", "step": "watch", "server": name, "text": f"{name}: {result.detail}"})
+    elif result.outcome != "ready":
         on_event({"event": "step", "step": "diagnose", "server": name, "text": f"{name}: {result.outcome}; diagnosing"})
         _diagnose(host, report, result)
     return report
@@ -305,10 +309,12 @@ def _self_check(host: Host, report: ServerReport, on_event: Event) -> None:
 
 
 def _act_on_failure(host: Host, plan: DeployPlan, report: DeployReport, on_event: Event) -> None:
-    """--on-stall: keep for a look by hand, stop, or stop and revert. The evidence is already taken."""
-    bad = [server.server for server in report.servers if server.outcome != "ready"]
+    """--on-stall: keep for a look by hand, stop, or stop and revert. The evidence is already taken. A server that
+    another operator stopped or replaced meanwhile is that operator's."""
+    bad = [server.server for server in report.servers if server.outcome not in ("ready", *WITHDRAWN)]
     if not bad or plan.on_stall == "keep":
         return
-    stop_servers(host, on_event, [server.name for server in host.config.servers])
-    if plan.on_stall == "revert" and plan.patch is not None:
+    withdrawn = {server.server for server in report.servers if server.outcome in WITHDRAWN}
+    stop_servers(host, on_event, [server.name for server in host.config.servers if server.name not in withdrawn])
+    if plan.on_stall == "revert" and plan.patch is not None and not withdrawn:
         report.reverted = all(r.after.state in ("clean", "absent") for r in revert_patch(host, on_event))

@@ -19,6 +19,8 @@ from fleetdump.agent.protocol import (
     ProbeArgs,
     ProbeResult,
     RunProgress,
+    StatusArgs,
+    StatusResult,
     SubmitArgs,
     from_json,
     to_json,
@@ -153,12 +155,14 @@ def targets_of(configs: Iterable[HostConfig]) -> list[Target]:
 @task
 def submit(host: Host, plan: RunPlan, settings: ExtractSettings, ledger: Ledger) -> list[RunProgress]:
     """Hand the host its shares and have its drivers started; submitting again changes nothing but revives drivers.
-    Raises what ``Host.call`` raises, and ``HostError`` when the host cannot say what its engine or model is."""
+    A share that the host once took in and no longer has (``clean --data``) is not sent again: it is done when all of
+    it lies here. Raises what ``Host.call`` raises, ``UsageError`` for such a share that is not all here, and
+    ``HostError`` when the host cannot say what its engine or model is."""
     shares = plan.of_host(host.config.name)
+    states = _take_out_forgotten(host, plan.run, shares, ledger) if plan.resumed else []
     if not shares:
-        return []
+        return states
     facts = _facts(host)
-    states = []
     for server, share in shares.items():
         args = SubmitArgs(
             run=plan.run,
@@ -175,6 +179,36 @@ def submit(host: Host, plan: RunPlan, settings: ExtractSettings, ledger: Ledger)
         )
         states.append(host.call(args, RunProgress, verb="submit", body=share.lines, deadline=SUBMIT_DEADLINE))
         ledger.submitted(host.config.name, server)
+    return states
+
+
+def _take_out_forgotten(host: Host, run: str, shares: dict[str, Share], ledger: Ledger) -> list[RunProgress]:
+    """Remove from ``shares`` what the host has had and no longer knows; returns their states. Sending them again
+    would compute everything anew."""
+    name = host.config.name
+    submitted = [server for server in shares if ledger.was_submitted(name, server)]
+    if not submitted:
+        return []
+    status = host.call(StatusArgs(), StatusResult, verb="status")
+    known = {progress.server for progress in status.shares if progress.run == run}
+    states = []
+    for server in submitted:
+        if server in known:
+            continue
+        totals = ledger.share_totals(name, server)
+        missing = totals.samples - totals.here - totals.rejected
+        if missing:
+            raise UsageError(
+                f"the host no longer has its share of run {run}",
+                f"{name}/{server}",
+                f"it was cleaned away, and {missing} of {totals.samples} samples had not been collected with --data",
+                f"use another --run name to compute the data again, or delete the folder of run {run} "
+                "(with all that was collected of it) to begin it anew",
+            )
+        state = RunProgress(run, server, "done", totals.samples, totals.here, totals.rejected)
+        state.detail = "already collected, nothing is sent"
+        states.append(state)
+        del shares[server]
     return states
 
 

@@ -84,6 +84,7 @@ def show_status(host: str, status: StatusResult) -> None:
             + (f", phase {quoted(server.phase)}" if server.phase and server.state != "ready" else "")
             + (f", self-check {_selfcheck(server.selfcheck)}" if lives and server.selfcheck else "")
             + (", patched by the import hook" if lives and server.delivery == "import-hook" else "")
+            + (f": {quoted(server.detail)}" if server.detail else "")
         )
     for share in status.shares:
         out.print(

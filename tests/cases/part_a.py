@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from cases import builder as b
-from cases.table import HEALTHY, case
+from cases.table import HANGS, HEALTHY, case
 from fleetdump.agent.evidence_types import (
     Evidence,
     GpuFacts,
     GpuProcess,
     HttpProbe,
     PipeEnd,
+    PortFacts,
     ProbeRecord,
     SocketFacts,
     Stack,
@@ -205,4 +206,39 @@ def rank_stopped() -> Evidence:
     b.rank(e, 1).state = "T"
     b.rank(e, 0).main = ThreadFacts(200, "x", "S", wchan="futex_do_wait")
     e.probes = [ProbeRecord("nvidia-smi", False, 0.0, "nvidia-smi not found")]
+    return e
+
+
+def ended() -> Evidence:
+    """``fleetdump stop`` ended it; the log still ends in what its processes said as they went down."""
+    e = b.server(2)
+    e.launcher_alive, e.processes = False, []
+    e.log.crash = "Subprocess scheduler_0 (pid=200) crashed with exit code -9."
+    e.target.stopped_at = e.taken_at - 60.0
+    return e
+
+
+@case("A stopped", "fleetdump stop", first="NOT_RUNNING", never=HANGS | {"LAUNCHER_DIED", "RANK_CRASHED", "UNKNOWN"})
+def stopped_by_its_operator() -> Evidence:
+    return ended()
+
+
+@case("A stopped, port taken since", "fleetdump stop", first="NOT_RUNNING", never=HANGS | {"PORT_IN_USE"})
+def stopped_and_its_port_given_to_another() -> Evidence:
+    e = ended()
+    e.port = PortFacts(e.target.port, True, 4711, "python")
+    return e
+
+
+@case("A died", "no fleetdump stop", first="LAUNCHER_DIED", never=HEALTHY | {"NOT_RUNNING"})
+def died_without_a_stop() -> Evidence:
+    e = ended()
+    e.target.stopped_at = 0.0
+    return e
+
+
+@case("A stop that left a rank", "fleetdump stop", first="LAUNCHER_DIED", never=HEALTHY | {"NOT_RUNNING"})
+def stopped_but_a_rank_lives() -> Evidence:
+    e = ended()
+    e.processes = [b.process(200, "scheduler", rank=0)]
     return e

@@ -11,7 +11,7 @@ from fleetdump.agent.protocol import from_json, to_json
 from fleetdump.diagnosis import OK, STALL, diagnose
 
 PARTS = (part_a, part_b, part_c, part_d, part_e, part_f, part_h)
-WELL = {"IDLE_OK", "HEALTHY", "BUSY_NOT_HUNG", "LOADING_SLOW", "JIT_COMPILING", "GRAMMAR_COMPILE"}
+WELL = {"IDLE_OK", "HEALTHY", "BUSY_NOT_HUNG", "LOADING_SLOW", "JIT_COMPILING", "GRAMMAR_COMPILE", "NOT_RUNNING"}
 
 
 def by_name(one: Case) -> str:

@@ -11,25 +11,32 @@ import pytest
 
 from fleetdump.agent import patchrecord
 from fleetdump.agent.clean import clean
+from fleetdump.agent.formats import AttemptLine, PieceRecord
+from fleetdump.agent.jsonl import encode_line, open_journal
 from fleetdump.agent.patching import patch, revert
 from fleetdump.agent.procfs import start_time
 from fleetdump.agent.protocol import (
     AgentFailure,
     CaptureSpec,
     CleanArgs,
+    CleanResult,
+    CollectedShare,
     Interpreter,
     PatchArgs,
     RevertArgs,
+    RunProgress,
     StatusArgs,
 )
 from fleetdump.agent.server import ServerRecord, _make_capture_dir, boot_id, save_record
 from fleetdump.agent.share import Share, ShareSpec
 from fleetdump.agent.status import status
 from tests.unit.engineinstall import context, install, spec
+from tests.unit.manifests import manifest_line
 
 SHARD = "shard-main-1f0c77aa-r0-0.safetensors"
 OURS = [SHARD, "shard-main-1f0c77aa-r0-1.safetensors.part", "journal-main-1f0c77aa-r0.jsonl"]
-OURS += ["tokens-main-77aa1f0c-driver-0.safetensors", "norm-main-1f0c77aa.safetensors"]
+OURS += ["tokens-main-77aa1f0c-driver-0.safetensors", "journal-main-77aa1f0c-driver.jsonl"]
+OURS += ["norm-main-1f0c77aa.safetensors"]
 
 
 def make_run(state: Path, capture: Path, run: str = "r1") -> None:
@@ -38,7 +45,7 @@ def make_run(state: Path, capture: Path, run: str = "r1") -> None:
     share.save_spec(ShareSpec(run, "main", "00", 1, CaptureSpec([1], str(capture)), 0, 1, 1, "", "", "", 0.0))
     (capture / run).mkdir(parents=True)
     for name in OURS:
-        (capture / run / name).write_bytes(b"data")
+        (capture / run / name).write_bytes(b"" if name.startswith("journal-") else b"data")
 
 
 def test_everything_of_ours_goes_with_data(tmp_path: Path) -> None:
@@ -103,7 +110,7 @@ def test_files_and_links_of_others_stay(tmp_path: Path) -> None:
     assert (outside / SHARD).read_text() == "precious"
     assert (capture / "theirs" / "shard-00001.safetensors").exists()
     assert sorted(p.name for p in (capture / "r1").iterdir()) == ["notes.txt", "shard-link"]
-    assert result.kept == [f"{capture / 'r1'} (it holds files that are not ours)"]
+    assert result.kept[:1] == [f"{capture / 'r1'} (it holds files that are not of this host's runs)"]
 
 
 def test_a_folder_that_was_there_before_us_stays_even_when_empty(tmp_path: Path) -> None:
@@ -161,3 +168,183 @@ def test_an_applied_patch_stands_in_the_way_and_a_leftover_folder_goes(tmp_path:
     clean(CleanArgs(interpreters=[Interpreter(engine.python), Interpreter("/no/python")]), ctx)
 
     assert not (engine.site / patchrecord.FOLDER).exists()
+
+
+# --------------------------------------------------------------------------- samples that exist here alone
+def commit(state: Path, *names: str, run: str = "r1", said: int = 0) -> Share:
+    """Samples in the manifest of ``main``, of which progress.json only speaks of the first ``said``."""
+    share = Share(state / "runs" / run / "main")
+    share.manifest.write_bytes(b"".join(encode_line(manifest_line(name, run=run)) for name in names))
+    share.save_progress(RunProgress(run, "main", "running", samples=9, done=said))
+    return share
+
+
+def everything(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.name not in ("driver.lock",))
+
+
+@pytest.mark.parametrize("collected", [[], ["a"], ["a", "x", "y", "z"]], ids=["none", "some", "more, but others"])
+def test_a_sample_that_is_committed_here_alone_stops_it_before_anything_is_done(
+    tmp_path: Path, collected: list[str]
+) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs")
+    commit(ctx.state.root, "a", "b", said=1)
+    before = everything(tmp_path)
+    args = CleanArgs([str(tmp_path / "hs")], data=True, collected=[CollectedShare("r1", "main", collected)])
+
+    with pytest.raises(AgentFailure) as caught:
+        clean(args, ctx)
+
+    error = caught.value.error
+    assert error.code == "conflict"
+    assert f"run r1: {2 - len({'a', 'b'} & set(collected))} of 2 samples of server main" in error.what
+    assert "fleetdump collect --data --run r1" in error.next_step
+    assert "--discard-uncollected" in error.next_step
+    assert everything(tmp_path) == before
+
+
+def test_a_commit_between_the_look_and_the_end_of_the_driver_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs")
+    commit(ctx.state.root, "a")
+    stop = Share.stop_driver
+
+    def commit_and_stop(share: Share) -> object:
+        commit(ctx.state.root, "a", "b")
+        return stop(share)
+
+    monkeypatch.setattr(Share, "stop_driver", commit_and_stop)
+    with pytest.raises(AgentFailure, match="1 of 2 samples"):
+        clean(CleanArgs([str(tmp_path / "hs")], data=True, collected=[CollectedShare("r1", "main", ["a"])]), ctx)
+    assert (tmp_path / "hs" / "r1" / SHARD).exists()
+
+
+@pytest.mark.parametrize("discard", [False, True], ids=["collected", "given up"])
+def test_what_was_collected_or_given_up_goes(tmp_path: Path, discard: bool) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs")
+    commit(ctx.state.root, "a", "b")
+    collected = [] if discard else [CollectedShare("r1", "main", ["a", "b"])]
+
+    clean(CleanArgs([str(tmp_path / "hs")], data=True, collected=collected, discard=discard), ctx)
+
+    assert everything(tmp_path) == ["hs"]
+
+
+def test_a_broken_manifest_stops_it(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs")
+    commit(ctx.state.root).manifest.write_bytes(b"{oops\n")
+    with pytest.raises(AgentFailure, match="nobody can tell"):
+        clean(CleanArgs([str(tmp_path / "hs")], data=True), ctx)
+    clean(CleanArgs([str(tmp_path / "hs")], data=True, discard=True), ctx)
+    assert everything(tmp_path) == ["hs"]
+
+
+# --------------------------------------------------------------------------- a capture directory of several
+def clean_data(tmp_path: Path) -> CleanResult:
+    return clean(CleanArgs([str(tmp_path / "hs")], data=True), context(tmp_path))
+
+
+def test_runs_of_other_state_directories_stay(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs")
+    make_run(tmp_path / "other", tmp_path / "hs", "theirs")
+    make_run(tmp_path / "other", tmp_path / "hs", "selfcheck-77777777-ab12")
+
+    result = clean_data(tmp_path)
+
+    runs = ("theirs", "selfcheck-77777777-ab12")
+    assert everything(tmp_path / "hs") == sorted([*runs, *(f"{run}/{name}" for run in runs for name in OURS)])
+    (kept,) = [line for line in result.kept if line.startswith(str(tmp_path / "hs" / "theirs"))]
+    assert "no run of this state directory" in kept
+    assert f"rm -r {tmp_path / 'hs' / 'theirs'}" in kept
+
+
+def test_what_a_self_check_of_a_server_of_ours_left_goes_even_when_its_share_is_lost(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    stopped = ServerRecord("main", 0, 0, "1f0c77aa", 1, "", "", "", 1, [], [], "", "", time.time(), boot=boot_id())
+    save_record(ctx.state, stopped)
+    make_run(tmp_path / "lost", tmp_path / "hs", "selfcheck-1f0c77aa-ab12")
+    assert clean(CleanArgs([str(tmp_path / "hs")]), ctx).kept == []
+    assert list((tmp_path / "hs").iterdir()) == []
+
+
+def test_data_outlives_a_lost_state_directory(tmp_path: Path) -> None:
+    make_run(tmp_path / "lost", tmp_path / "hs")
+    result = clean_data(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "hs" / "r1").iterdir()) == sorted(OURS)
+    assert len(result.kept) == 1
+
+
+@pytest.mark.parametrize("server", ["main", "second"])
+def test_another_hosts_files_of_the_same_run_stay(tmp_path: Path, server: str) -> None:
+    """Every host may have a server of the same name: the journal says whose samples the writer has."""
+    ctx = context(tmp_path)
+    folder = tmp_path / "hs" / "r1"
+    make_run(ctx.state.root, tmp_path / "hs")
+    share = Share(ctx.state.root / "runs" / "r1" / "main")
+    share.attempts.write_bytes(encode_line(AttemptLine("a", 1, "sent", "", 0.0)))
+    (folder / "journal-main-1f0c77aa-r0.jsonl").write_bytes(journal("a"))
+    theirs = [f"shard-{server}-22222222-r0-0.safetensors", f"journal-{server}-22222222-r0.jsonl"]
+    theirs += [f"norm-{server}-22222222.safetensors"]
+    for name in theirs:
+        (folder / name).write_bytes(journal("b") if name.startswith("journal") else b"data")
+
+    result = clean_data(tmp_path)
+
+    assert sorted(path.name for path in folder.iterdir()) == sorted(theirs)
+    assert result.kept == [f"{folder} (it holds files that are not of this host's runs)"]
+    assert not ctx.state.root.exists()
+
+
+def journal(sample: str) -> bytes:
+    return encode_line(PieceRecord("p", f"fleetdump/r1/{sample}/1", 0, 1, "i", "s", "BF16", [1, 1, 1], 0, 2, 0, 0.0))
+
+
+def test_a_broken_journal_is_nobodys(tmp_path: Path) -> None:
+    make_run(context(tmp_path).state.root, tmp_path / "hs")
+    (tmp_path / "hs" / "r1" / "journal-main-1f0c77aa-r0.jsonl").write_bytes(b"{oops\n")
+    clean_data(tmp_path)
+    assert (tmp_path / "hs" / "r1" / SHARD).exists()
+
+
+def test_committed_shards_are_ours_whatever_the_journal_says(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs")
+    line = manifest_line("a", shards=(SHARD,))
+    Share(ctx.state.root / "runs" / "r1" / "main").manifest.write_bytes(encode_line(line))
+    (tmp_path / "hs" / "r1" / "journal-main-1f0c77aa-r0.jsonl").unlink()
+    args = CleanArgs([str(tmp_path / "hs")], data=True, collected=[CollectedShare("r1", "main", ["a"])])
+    assert clean(args, ctx).kept == []
+
+
+def test_what_a_living_process_writes_stays_with_the_state_of_its_run(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs")
+    folder = tmp_path / "hs" / "r1"
+    writer = open_journal(folder / "journal-main-1f0c77aa-r0.jsonl")
+    assert writer is not None
+    with writer:
+        result = clean_data(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        name for name in OURS if "1f0c77aa" in name[:30] and "driver" not in name
+    )
+    assert any("main-1f0c77aa-r0" in line and "living" in line for line in result.kept)
+    assert (ctx.state.root / "runs" / "r1").exists()
+
+    assert clean_data(tmp_path).kept == []
+    assert everything(tmp_path) == ["hs"]
+
+
+def test_a_folder_that_may_not_be_read_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "other", tmp_path / "hs", "private")
+
+    def refuse(path: str) -> object:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("fleetdump.agent.ownership.os.scandir", refuse)
+    assert len(clean_data(tmp_path).kept) == 1

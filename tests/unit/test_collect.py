@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from extraction import LAYERS, StandIn, kill_driver, manifest_of, wait_for
+from extraction import LAYERS, ROOT, StandIn, kill_driver, manifest_of, wait_for
 from manifests import manifest_line, text_of
 
 from fleetdump.agent.context import State
-from fleetdump.agent.drive import start_driver
-from fleetdump.agent.formats import Row
+from fleetdump.agent.drive import start_driver, whole_lines
+from fleetdump.agent.formats import RejectedLine, Row
+from fleetdump.agent.jsonl import encode_line
 from fleetdump.agent.protocol import ServerSpec, ShardInfo
 from fleetdump.agent.share import Share
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.dataset.shards import verify_samples
-from fleetdump.errors import FleetdumpError, UsageError
+from fleetdump.errors import ExitCode, FleetdumpError, LockedError, UsageError
 from fleetdump.fleet import Host, connect
 from fleetdump.inventory import CaptureConfig, HostConfig
-from fleetdump.ledger import Ledger, Planned
+from fleetdump.ledger import Ledger, Planned, Totals
 from fleetdump.tasks.collect import (
     DamagedCopy,
     LineFault,
@@ -34,12 +37,23 @@ from fleetdump.tasks.collect import (
     _pull_file,
     check_line,
     merge,
+    only_collector,
     pull,
     require_whole,
     take_line,
     take_reject,
 )
-from fleetdump.tasks.extract import balance, open_run, require_run_name, take_in, targets_of
+from fleetdump.tasks.extract import (
+    ExtractSettings,
+    RunPlan,
+    balance,
+    open_run,
+    require_run_name,
+    submit,
+    take_in,
+    targets_of,
+)
+from fleetdump.tasks.extract import Share as SharePlan
 
 SOURCE = Source("r1", "h1", "main")
 
@@ -105,20 +119,61 @@ def test_what_cannot_begin() -> None:
 
 
 # --------------------------------------------------------------------------- lines
+GOOD = manifest_line("a")
+PIECE = GOOD.pieces[0]
+
+
+def changed(old: str, new: str) -> str:
+    """The good line's text with one thing changed that no record could hold."""
+    text = text_of(GOOD)
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
         (text_of(manifest_line("a"))[:-30], "cannot be read"),
         ("[1]", "version 1"),
         (text_of(manifest_line("a", v=2)), "version 1"),
-        (text_of(manifest_line("a", run="r2")), "of run r2"),
-        (text_of(manifest_line("a", server="other")), "server other"),
+        (text_of(manifest_line("a", run="r2")), "of run 'r2'"),
+        (text_of(manifest_line("a", server="other")), "server 'other'"),
         (text_of(manifest_line("a", tokens=6)), "5 rows of 6"),
         (text_of(manifest_line("a", supervised=6)), "6 of 5 tokens"),
         (text_of(manifest_line("a", pieces=manifest_line("a", shards=("x", "y")).pieces[1:])), "starts at 5"),
         (text_of(manifest_line("z")), "not of this data set"),
         (text_of(manifest_line("a", shards=("../../.ssh/authorized_keys",))), "is no name of a file"),
         (text_of(manifest_line("a", norm="norm-/../../x-0000000a.safetensors")), "is no name of a file"),
+        (text_of(manifest_line("a", pieces=[], tokens=0, supervised=0)), "it has no token"),
+        (text_of(manifest_line("a", pieces=[])), "0 rows of 5"),
+        (text_of(manifest_line("a", pieces=[replace(PIECE, offset=-1)])), "has offset -1"),
+        (text_of(manifest_line("a", pieces=[replace(PIECE, bytes=-80)])), "has -80 bytes, expected 80"),
+        (text_of(manifest_line("a", pieces=[replace(PIECE, bytes=1 << 50)])), "expected 80"),
+        (text_of(manifest_line("a", hidden=0)), "hidden 0"),
+        (text_of(manifest_line("a", dtype="X9")), "unknown dtype"),
+        (text_of(manifest_line("a", shards=("",))), "is no name of a file"),
+        (text_of(manifest_line("a", shards=("s\0",))), "is no name of a file"),
+        (text_of(manifest_line("a", shards=("s\n",))), "is no name of a file"),
+        (text_of(manifest_line("a", shards=("ü" * 124,))), "is no name of a file"),
+        (text_of(manifest_line("a", norm="s0")), "is no norm file"),
+        (text_of(manifest_line("a", layers={"input": [1]})), "layers"),
+        (text_of(manifest_line("a", layers={"input": [1], "output": [0, 1]})), "layers"),
+        (text_of(manifest_line("a", layers={"input": [1], "output": [0], "more": []})), "layers"),
+        (text_of(manifest_line("a", t=float("nan"))), "NaN is no number"),
+        (text_of(manifest_line("a", t=float("-inf"))), "-Infinity is no number"),
+        (changed('"t":1.0', '"t":1e999'), "too large a number"),
+        (changed('"attempt":1', f'"attempt":{2**53 + 1}'), "too large a number"),
+        (changed('"attempt":1', f'"attempt":{2**64}'), "too large a number"),
+        (changed('"attempt":1', f'"attempt":-{"9" * 5000}'), "too large a number"),
+        (changed('"host":"m"', '"host":"\\ud800"'), "not Unicode"),
+        (changed('"id":"a"', '"id":"\\udc00"'), "not Unicode"),
+        (changed('"host":"m"', '"host":"\udcff"'), "not Unicode"),
+        (changed('"host":"m"', f'"host":{"[" * 100_000}{"]" * 100_000}'), "cannot be read"),
+        (changed('"host":"m"', '"host":' + '{"a":' * 100_000 + "1" + "}" * 100_001), "cannot be read"),
+        ("null", "version 1"),
+        ("7", "version 1"),
+        ('"text"', "version 1"),
+        ("", "cannot be read"),
     ],
 )
 def test_a_bad_line_is_named_and_not_taken(ledger: Ledger, text: str, what: str) -> None:
@@ -127,13 +182,69 @@ def test_a_bad_line_is_named_and_not_taken(ledger: Ledger, text: str, what: str)
     assert len(faults) == 1
     assert what in faults[0]
     assert faults[0].startswith("h1/main: manifest: ")
+    assert faults[0].isprintable(), "it goes to a terminal"
+    assert len(faults[0]) < 500
     assert ledger.totals().lost == 1
 
 
 def test_bad_rejects_are_named(ledger: Ledger) -> None:
     assert "cannot be read" in take_reject(ledger, SOURCE, "{")[0]
+    ledger.plan([Planned("a", "d", "h1", "main")], [("h1", "main", "s")])
+    stranger = encode_line(RejectedLine("z", "r1", "main", "empty", "", 0, 1.0)).decode()
+    assert "not of this data set" in take_reject(ledger, SOURCE, stranger)[0]
+    assert "not Unicode" in take_reject(ledger, SOURCE, stranger.replace('"empty"', '"\\ud800"'))[0]
+    assert ledger.totals() == Totals(expected=1, delivered=0, rejected=0, duplicated=0)
     with pytest.raises(LineFault):
         check_line("null", SOURCE)
+
+
+def test_bytes_that_are_no_text_spoil_their_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.jsonl"
+    good = text_of(GOOD).encode()
+    path.write_bytes(good + b"\n" + good.replace(b'"host":"m"', b'"host":"\\\xff"') + b"\n\xff\n" + good + b"\ntorn")
+    lines = [text for text, _ in whole_lines(path, 0)]
+    assert [text == good.decode() for text in lines] == [True, False, False, True]
+    for text in lines[1:3]:
+        with pytest.raises(LineFault, match="Unicode"):
+            check_line(text, SOURCE)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{", '{"v":1,"id":"b"}', '{"v":1,"id":"b","tokens":1,"x":"\\ud800"}', "[" * 100_000]
+)
+def test_merge_names_what_a_ledger_should_not_hold(ledger: Ledger, tmp_path: Path, text: str) -> None:
+    ledger.plan([Planned(name, "d", "h1", "main") for name in "abc"], [("h1", "main", "s")])
+    for name in "abc":
+        line = manifest_line(name)
+        ledger.deliver("h1", line, text if name == "b" else text_of(line))
+    collected = merge(ledger, PullOptions("r1"), tmp_path / "runs")
+    assert (collected.samples, collected.lost) == (2, 1)
+    assert collected.missing[0].startswith("b (its line in the ledger: ")
+    assert [json.loads(line)["id"] for line in Path(collected.manifest).read_text().splitlines()] == ["a", "c"]
+    with pytest.raises(FleetdumpError, match="1 of 3 samples"):
+        require_whole(collected, [])
+
+
+# --------------------------------------------------------------------------- one collect at a time
+HOLD = "import sys,pathlib;from fleetdump.tasks.collect import only_collector\n"
+HOLD += "with only_collector(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+
+
+def test_a_second_collect_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r1"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"held\n"
+        with pytest.raises(LockedError, match=f"by process {first.pid} ") as caught, only_collector(run):
+            pass
+        assert caught.value.exit_code == ExitCode.LOCKED
+        with only_collector(run.with_name("r2")), Ledger(run / "ledger.sqlite") as beside:  # other runs, and extract
+            open_run(beside, "r1", take_in(rows("a")), TARGETS)
+        first.kill()
+    with only_collector(run):
+        assert (run / "lock").read_text() == f"{os.getpid()}\n"
 
 
 # --------------------------------------------------------------------------- copies
@@ -186,11 +297,8 @@ class Run:
         self.standin.state = State.of(str(tmp / "state"))
         self.standin.set_faults(chunk=50)
         self.standin.start()
-        self.share: Share = self.standin.share({**SAMPLES, "nothing": 0})
-        start_driver(self.standin.state, self.share)
-        wait_for(lambda: self.share.progress().state == "done")
-        norm = Path(self.standin.capture.dir) / "r1" / f"norm-main-{self.standin.launch_id}.safetensors"
-        norm.write_bytes(b"norm")
+        self.share: Share
+        self._work()
         self.options = PullOptions("r1", tmp / "data")
         self.folder = tmp / "data" / "r1" / "h1"
 
@@ -208,6 +316,25 @@ class Run:
                 capture=capture,
             )
         )
+
+    def clean(self) -> None:
+        """As ``clean --data`` leaves the host."""
+        kill_driver(self.share)
+        shutil.rmtree(self.share.root.parent)
+        shutil.rmtree(self.standin.capture.dir)
+
+    def again(self) -> None:
+        """The same run once more, with a server launched anew."""
+        self.standin.kill()
+        self.standin.start()
+        self._work()
+
+    def _work(self) -> None:
+        self.share = self.standin.share({**SAMPLES, "nothing": 0})
+        start_driver(self.standin.state, self.share)
+        wait_for(lambda: self.share.progress().state == "done")
+        norm = Path(self.standin.capture.dir) / "r1" / f"norm-main-{self.standin.launch_id}.safetensors"
+        norm.write_bytes(b"norm")
 
     def close(self) -> None:
         self.standin.kill()
@@ -241,7 +368,7 @@ def test_collect_brings_everything_home(run: Run, ledger: Ledger, tmp_path: Path
     lines = [json.loads(line) for line in Path(collected.manifest).read_text().splitlines()]
     assert [line["id"] for line in lines] == sorted(SAMPLES, reverse=True), "in the data set's order"
     assert {line["path"] for line in lines} == {"h1"}
-    assert ledger.collected("h1", "main") == 12
+    assert ledger.collected("h1", "main") == set(SAMPLES)
     assert verify_samples(run.folder, [check_line(json.dumps(line), SOURCE) for line in lines]) == []
     require_whole(collected, [report])
 
@@ -261,6 +388,92 @@ def test_what_is_lost_is_named(run: Run, ledger: Ledger, tmp_path: Path) -> None
     assert collected.missing == ["gone (given to h1/main)"]
     with pytest.raises(FleetdumpError, match="1 of 14 samples are not there, first gone"):
         require_whole(collected, [report])
+
+
+def spoil(path: Path) -> None:
+    """A line of each kind that cannot be taken in, between the good ones."""
+    good = path.read_bytes().splitlines(keepends=True)
+    bad = [
+        b"\xff\xfe\n",
+        b"[]\n",
+        b'{"v":1,"x":"\\ud800"}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"v":1,"attempt":99999999999999999999}\n',
+    ]
+    path.write_bytes(b"".join(line + extra for line, extra in zip(good, [*bad, *[b""] * len(good)], strict=False)))
+
+
+def test_bad_lines_cost_nothing_but_themselves(run: Run, ledger: Ledger, tmp_path: Path) -> None:
+    plan(ledger)
+    spoil(run.share.manifest)
+    with run.connect() as host:
+        report = pull(host, run.options, ledger)
+        assert len(report.faults) == 5
+        assert pull(host, run.options, ledger).lines == 0
+    assert merge(ledger, run.options, tmp_path / "runs").samples == 12
+
+
+# --------------------------------------------------------------------------- a run that its host no longer has
+@pytest.mark.parametrize("brought_home", [True, False])
+def test_a_run_begun_anew_on_a_cleaned_host_is_read_from_its_start(
+    run: Run, ledger: Ledger, tmp_path: Path, brought_home: bool
+) -> None:
+    plan(ledger)
+    with run.connect() as host:
+        pull(host, run.options if brought_home else PullOptions("r1"), ledger)
+        before = [d.line for d in ledger.delivered()]
+        run.clean()
+        run.again()
+        report = pull(host, run.options, ledger)
+        assert report.faults == []
+        assert report.lines == 12
+        assert pull(host, run.options, ledger).lines == 0
+    collected = merge(ledger, run.options, tmp_path / "runs")
+    assert (collected.samples, collected.lost, collected.rejected) == (12, 0, 1)
+    assert collected.duplicated == (12 if brought_home else 0)
+    assert ([d.line for d in ledger.delivered()] == before) == brought_home
+    assert ledger.collected("h1", "main") == set(SAMPLES)
+    require_whole(collected, [report])
+
+
+def test_a_manifest_that_became_shorter_is_read_anew(run: Run, ledger: Ledger) -> None:
+    plan(ledger)
+    with run.connect() as host:
+        pull(host, run.options, ledger)
+        run.share.manifest.write_bytes(b"".join(run.share.manifest.read_bytes().splitlines(keepends=True)[:5]))
+        report = pull(host, run.options, ledger)
+    assert (report.lines, report.faults) == (5, [])
+    assert ledger.totals().delivered == 12
+
+
+def plan_again(run: str = "r1") -> RunPlan:
+    return RunPlan(run, {("h1", "main"): SharePlan(["{}"] * 13)}, 13, [], resumed=True)
+
+
+def test_extract_sends_nothing_that_was_collected_and_cleaned_away(run: Run, ledger: Ledger) -> None:
+    plan(ledger)
+    ledger.submitted("h1", "main")
+    with run.connect() as host:
+        pull(host, run.options, ledger)
+        run.clean()
+        (state,) = submit(host, plan_again(), ExtractSettings(), ledger)
+        assert (state.state, state.samples, state.done, state.rejected) == ("done", 13, 12, 1)
+        assert "already collected" in state.detail
+        assert not run.share.root.exists()
+        assert pull(host, run.options, ledger).faults == []  # and collect goes on saying that all is well
+
+
+@pytest.mark.parametrize("options", [True, False])
+def test_extract_refuses_to_begin_again_what_is_not_all_here(run: Run, ledger: Ledger, options: bool) -> None:
+    plan(ledger, "gone")
+    ledger.submitted("h1", "main")
+    with run.connect() as host:
+        pull(host, run.options if options else PullOptions("r1"), ledger)
+        run.clean()
+        with pytest.raises(UsageError, match=f"{1 if options else 13} of 14 samples") as caught:
+            submit(host, plan_again(), ExtractSettings(), ledger)
+    assert "another --run name" in caught.value.next_step
+    assert not run.share.root.exists()
 
 
 def damage(run: Run, how: str) -> str:
@@ -286,7 +499,7 @@ def test_a_damaged_shard_is_named_and_not_counted_as_collected(run: Run, ledger:
         report = pull(host, run.options, ledger)
     assert any(name in fault and what in fault for fault in report.faults), report.faults
     # A busy machine closes shards early: samples in another shard than the damaged one do count.
-    assert ledger.collected("h1", "main") < report.lines
+    assert len(ledger.collected("h1", "main")) < report.lines
 
 
 def test_a_flipped_bit_here_is_seen_by_the_pieces(run: Run, ledger: Ledger) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import io
 import json
@@ -28,7 +29,7 @@ from fleetdump.agent.probes.logfile import LogReader
 from fleetdump.agent.procfs import start_time
 from fleetdump.agent.protocol import AgentFailure, EvidenceArgs, Patience, Request, from_json
 from fleetdump.agent.server import ServerRecord, save_record
-from fleetdump.diagnosis import MEDIUM, Verdict, diagnose
+from fleetdump.diagnosis import MEDIUM, OK, Verdict, diagnose
 
 SECRET = "s3cr3t-value-12345"
 SPIN = "while True: pass"
@@ -117,7 +118,8 @@ def launch(tmp_path: Path) -> Iterator[object]:
 
     yield start
     for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -189,6 +191,21 @@ def test_dead_launcher(launch) -> None:
     evidence = server.collect()
     assert best(evidence).code == "LAUNCHER_DIED"
     assert [p.rank for p in evidence.processes if p.role == "scheduler"] == [0]
+
+
+def test_server_that_was_stopped_by_us_is_no_stall(launch) -> None:
+    stand_in = launch(SLEEP, SLEEP)
+    stand_in.target.stopped_at = 1796000000.0
+    assert "NOT_RUNNING" not in [v.code for v in diagnose(stand_in.collect())]
+    stand_in.process.kill()
+    stand_in.process.wait()
+    assert best(stand_in.collect()).code != "NOT_RUNNING", "its ranks still live"
+    for pid in stand_in.ranks:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in stand_in.ranks))
+    (verdict,) = diagnose(stand_in.collect())
+    assert (verdict.code, verdict.severity) == ("NOT_RUNNING", OK)
+    assert "stopped by fleetdump stop at 2026-11-30" in verdict.title
 
 
 def test_growing_log_and_memory_are_progress_and_need_no_tracing(launch) -> None:

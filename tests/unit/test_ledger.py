@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,42 @@ def test_a_reject_does_not_undo_a_delivery(ledger: Ledger) -> None:
     assert ledger.totals().rejected == 1
 
 
+def test_another_share_of_the_same_name_is_read_from_its_start(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.meet_share("h1", "main", "first")
+    deliver(ledger, "a", shards=("s0",))
+    deliver(ledger, "b", shards=("s1",))
+    pull(ledger, "h1", tmp_path, "s0", "tokens", NORM)
+    ledger.advance("h1", "main", 500, 20)
+    ledger.meet_share("h1", "main", "first")
+    ledger.meet_share("h1", "main", "")
+    assert (ledger.shares("h1")[0].offset, ledger.totals().delivered) == (500, 2)
+    ledger.meet_share("h1", "main", "second")
+    share = ledger.shares("h1")[0]
+    assert (share.share_id, share.offset, share.rejected_offset) == ("second", 0, 0)
+    assert [d.id for d in ledger.delivered()] == ["a"], "the other one's bytes are gone"
+    assert ledger.needed_shards("h1") == {"s0", "tokens"}
+    assert ledger.shares("h2")[0].share_id == ""
+
+
+def test_other_bytes_under_a_known_name_are_not_verified(ledger: Ledger, tmp_path: Path) -> None:
+    pull(ledger, "h1", tmp_path, "s0")
+    ledger.put_shard("h1", ShardInfo("s0", "shard", 5, "ab"))
+    assert ledger.is_verified("h1", "s0")
+    ledger.put_shard("h1", ShardInfo("s0", "shard", 5, "cd"))
+    assert not ledger.is_verified("h1", "s0")
+
+
+def test_a_ledger_without_identities_goes_on(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.advance("h1", "main", 500, 0)
+    ledger.close()
+    path = tmp_path / "r1" / "ledger.sqlite"
+    with closing(sqlite3.connect(path)) as old:
+        old.execute("ALTER TABLE shares DROP COLUMN share_id")
+    with Ledger(path) as again:
+        share = again.shares("h1")[0]
+        assert (share.offset, share.share_id) == (500, "")
+
+
 def test_offsets_and_lines_stand_or_fall_together(ledger: Ledger) -> None:
     def interrupted() -> None:
         with ledger.transaction():
@@ -85,24 +123,62 @@ def test_rebuild_reads_everything_again(ledger: Ledger) -> None:
     assert ledger.needed_shards("h1") == set()
 
 
-def test_collected_means_every_shard_verified(ledger: Ledger) -> None:
+NORM = "norm-main-0000000a.safetensors"
+
+
+def pull(ledger: Ledger, host: str, folder: Path, *names: str, verified: bool = True) -> None:
+    """As collect does: the host lists files of 5 bytes, they are copied here and found right (or not)."""
+    for name in names:
+        (folder / host).mkdir(parents=True, exist_ok=True)
+        (folder / host / name).write_bytes(b"12345")
+        ledger.put_shard(host, ShardInfo(name, "shard", 5, "ab"))
+        ledger.pulled(host, name, folder / host / name, verified=verified)
+
+
+def test_collected_means_every_file_verified(ledger: Ledger, tmp_path: Path) -> None:
     deliver(ledger, "a", shards=("s0", "s1"))
     deliver(ledger, "b", shards=("s1",))
     assert ledger.needed_shards("h1") == {"s0", "s1", "tokens"}
-    for name in ("s1", "tokens"):
-        ledger.put_shard("h1", ShardInfo(name, "shard", 5, "ab"))
-        ledger.pulled("h1", name, verified=True)
-    assert ledger.collected("h1", "main") == 1
-    ledger.put_shard("h1", ShardInfo("s0", "shard", 5, "ab"))
-    ledger.pulled("h1", "s0", verified=False)
-    assert ledger.collected("h1", "main") == 1
-    ledger.pulled("h1", "s0", verified=True)
-    assert ledger.collected("h1", "main") == 2
+    pull(ledger, "h1", tmp_path, "s1", "tokens")
+    assert ledger.collected("h1", "main") == set(), "the norm is not here"
+    pull(ledger, "h1", tmp_path, NORM)
+    assert ledger.collected("h1", "main") == {"b"}
+    pull(ledger, "h1", tmp_path, "s0", verified=False)
+    assert ledger.collected("h1", "main") == {"b"}
+    pull(ledger, "h1", tmp_path, "s0")
+    assert ledger.collected("h1", "main") == {"a", "b"}
     assert ledger.is_verified("h1", "s0")
-    assert ledger.collected("h2", "main") == 0
+    assert ledger.collected("h2", "main") == set()
 
 
-def test_a_late_duplicate_is_no_reason_to_keep_the_host(ledger: Ledger) -> None:
+@pytest.mark.parametrize("lost", ["s0", "tokens", NORM])
+@pytest.mark.parametrize("how", ["removed", "shorter"])
+def test_what_is_not_here_any_more_is_not_collected(ledger: Ledger, tmp_path: Path, lost: str, how: str) -> None:
+    deliver(ledger, "a")
+    pull(ledger, "h1", tmp_path, "s0", "tokens", NORM)
+    assert ledger.collected("h1", "main") == {"a"}
+    if how == "removed":
+        (tmp_path / "h1" / lost).unlink()
+    else:
+        (tmp_path / "h1" / lost).write_bytes(b"1234")
+    assert ledger.collected("h1", "main") == set()
+
+
+def test_the_folder_is_the_one_that_was_pulled_to_wherever_we_are(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    deliver(ledger, "a")
+    pull(ledger, "h1", Path("data"), "s0", "tokens", NORM)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert ledger.collected("h1", "main") == {"a"}
+
+
+def test_a_duplicate_counts_when_the_kept_copy_is_here(ledger: Ledger, tmp_path: Path) -> None:
     deliver(ledger, "a", "h1")
     deliver(ledger, "a", "h2")
-    assert ledger.collected("h2", "main") == 1
+    pull(ledger, "h2", tmp_path, "s0", "tokens", NORM)  # but it is h1's line that the run has
+    assert ledger.collected("h2", "main") == set()
+    pull(ledger, "h1", tmp_path, "s0", "tokens", NORM)
+    assert ledger.collected("h2", "main") == {"a"}

@@ -11,15 +11,29 @@ from typing import Any
 
 import pytest
 
-from fleetdump.agent.protocol import LaunchArgs, LaunchResult, ServerSpec
+from fleetdump.agent.jsonl import encode_line
+from fleetdump.agent.protocol import (
+    CaptureSpec,
+    LaunchArgs,
+    LaunchResult,
+    RunProgress,
+    ServerSpec,
+    ShardInfo,
+    StatusArgs,
+    StatusResult,
+)
+from fleetdump.agent.share import Share, ShareSpec
 from fleetdump.errors import FleetdumpError, HostError, UsageError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig
+from fleetdump.ledger import Ledger
+from fleetdump.tasks.clean import clean
 from fleetdump.tasks.deploy import DeployPlan, deploy
 from fleetdump.tasks.patches import dry_run
 from fleetdump.tasks.revert import revert
 from fleetdump.tasks.server import Target, diagnose_host, logs, status, stop
 from tests.unit.engineinstall import Install, install, runnable, spec
+from tests.unit.manifests import manifest_line, text_of
 
 
 @pytest.fixture
@@ -167,3 +181,86 @@ def test_a_dry_run_changes_nothing_and_shows_the_diff(host: Host, engine: Instal
     (result,) = dry_run(host, spec(), "in-place", False)
     assert "+import fleetdump_probe" in result.diff
     assert engine.tree() == before
+
+
+# --------------------------------------------------------------------------- clean --data
+RUN_FILES = ("s0", "tokens", "norm-main-0000000a.safetensors")
+
+
+def committed(host: Host, capture: Path, names: str) -> Share:
+    """A share of ``main`` that has committed the samples, of which its last progress.json knows the first alone."""
+    host.call(StatusArgs(), StatusResult, verb="status")
+    share = Share(state_of(host) / "runs" / "r1" / "main")
+    share.root.mkdir(parents=True)
+    share.save_spec(ShareSpec("r1", "main", "00", 2, CaptureSpec([1], str(capture)), 0, 1, 1, "", "", "", 0.0))
+    share.manifest.write_bytes(b"".join(encode_line(manifest_line(name)) for name in names))
+    share.save_progress(RunProgress("r1", "main", "running", samples=len(names), done=1))
+    return share
+
+
+def state_of(host: Host) -> Path:
+    (bundles,) = Path(host.config.state_dir).expanduser().glob("*/agent")
+    return bundles.parent
+
+
+def pulled(host: Host, runs: Path, data: Path, names: str) -> None:
+    """What a collect of the samples leaves on the controller."""
+    data.mkdir()
+    with Ledger(runs / "r1" / "ledger.sqlite") as ledger:
+        for name in names:
+            line = manifest_line(name)
+            ledger.deliver(host.config.name, line, text_of(line))
+        for file in RUN_FILES:
+            (data / file).write_bytes(b"12345")
+            ledger.put_shard(host.config.name, ShardInfo(file, "shard", 5, "ab"))
+            ledger.pulled(host.config.name, file, data / file, verified=True)
+
+
+@pytest.mark.parametrize("fault", ["no ledger", "half collected", "removed here"])
+def test_clean_counts_what_is_committed_there_and_what_still_lies_here(host: Host, tmp_path: Path, fault: str) -> None:
+    share = committed(host, tmp_path / "hs", "ab")
+    runs, data = tmp_path / "runs", tmp_path / "data"
+    if fault != "no ledger":
+        pulled(host, runs, data, "a" if fault == "half collected" else "ab")
+    if fault == "removed here":
+        (data / "s0").unlink()
+
+    with pytest.raises(HostError) as caught:
+        clean(host, runs, data=True)
+
+    assert caught.value.code == "conflict"
+    assert f"run r1: {1 if fault == 'half collected' else 2} of 2 samples" in str(caught.value)
+    assert "fleetdump collect --data --run r1" in caught.value.next_step
+    assert share.manifest.exists()
+
+    clean(host, runs, data=True, discard_uncollected=True)
+    assert not share.root.exists()
+
+
+def test_clean_goes_on_when_everything_lies_here(host: Host, tmp_path: Path) -> None:
+    share = committed(host, tmp_path / "hs", "ab")
+    pulled(host, tmp_path / "runs", tmp_path / "data", "ab")
+    clean(host, tmp_path / "runs", data=True)
+    assert not share.root.exists()
+
+
+def test_a_server_that_another_operator_stops_meanwhile_is_not_diagnosed(host: Host, engine: Install) -> None:
+    steps: list[str] = []
+
+    def stop_it_once(event: dict[str, Any]) -> None:
+        steps.append(event.get("step", ""))
+        if event.get("event") == "tick" and "stopped" not in steps:
+            steps.append("stopped")
+            with connect(host.config, ConnectOptions(operator="anna@desk")) as other:
+                stop(other, [], ignore)
+
+    report = deploy(host, DeployPlan(None, on_stall="stop"), stop_it_once)
+
+    (found,) = report.servers
+    assert (found.outcome, found.verdicts, found.evidence_dir) == ("stopped", [], "")
+    assert "stopped by fleetdump stop (operator anna@desk)" in found.detail
+    assert report.exit_code() == 1
+    assert "diagnose" not in steps
+    assert "stop" not in steps, "what another operator has ended is not ours to stop"
+    (diagnosis,) = diagnose_host(host, Target(server="main", seconds=0.5))
+    assert [(v.code, v.severity) for v in diagnosis.verdicts] == [("NOT_RUNNING", "ok")]

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -267,6 +268,88 @@ def test_a_dead_scheduler_is_no_readiness_for_a_late_watch(start, look, state, p
     result, _ = look()
     assert result.outcome == "died"
     assert "1 of 2 schedulers" in result.detail
+
+
+def _audit(state, verb, operator="anna@desk"):
+    line = {"v": 1, "t": time.time(), "operator": operator, "verb": verb, "args": {}, "ok": True, "seconds": 0.1}
+    with open(state.directory() / "audit.jsonl", "a") as file:
+        file.write("torn\n" + json.dumps(line) + "\n")
+
+
+def _end(record):
+    os.killpg(record.pid, signal.SIGKILL)
+
+
+def test_a_server_that_an_operator_stops_has_not_died(start, look, state):
+    record = start(loading())
+
+    def stop_it():
+        save_record(state, replace(load_record(state, "main"), stopped_at=time.time()))
+        _audit(state, "stop")
+        _end(record)
+
+    result, _ = look(on_tick=stop_it)
+    assert result.outcome == "stopped"
+    assert "fleetdump stop" in result.detail
+    assert "anna@desk" in result.detail
+    assert result.evidence is None
+
+
+def test_a_server_that_an_operator_replaces_has_not_died(start, look, state):
+    record = start(loading())
+    other = []
+
+    def replace_it():
+        _end(record)
+        _audit(state, "launch")
+        other.append(replace(record, launch_id="other", pid=os.getpid()))
+        save_record(state, other[0])
+
+    result, _ = look(on_tick=replace_it, evidence_on_stall=True)
+    assert result.outcome == "replaced"
+    assert "anna@desk" in result.detail
+    assert result.evidence is None
+    assert load_record(state, "main") == other[0]
+
+
+def test_a_stop_in_progress_is_named_by_the_lock(start, look, state):
+    record = start(loading())
+
+    def stop_it():
+        holder = {"operator": "bert@desk", "host": "h", "pid": os.getpid(), "verb": "stop", "since": time.time()}
+        holder["start_time"] = procfs.start_time(os.getpid())
+        (state.directory("lock") / "holder.json").write_text(json.dumps(holder))
+        save_record(state, replace(record, stopped_at=time.time()))
+
+    result, _ = look(on_tick=stop_it)
+    assert result.outcome == "stopped"
+    assert "bert@desk" in result.detail
+
+
+def test_a_server_whose_record_is_cleaned_away_is_stopped(start, look, state):
+    record = start(loading())
+
+    def clean():
+        _end(record)
+        shutil.rmtree(state.server("main"))
+
+    result, _ = look(on_tick=clean)
+    assert result.outcome == "stopped"
+    assert not (state.root / "servers" / "main").exists()
+
+
+def test_a_broken_record_does_not_end_the_watch(start, look, state):
+    record = start(loading())
+    path = state.server("main") / "server.json"
+    result, _ = look(on_tick=lambda: (path.write_bytes(b""), _end(record)))
+    assert result.outcome == "died"
+
+
+def test_broken_advice_does_not_end_the_watch(start, look, state, port):
+    (state.directory() / healthy.FILE).write_bytes(b"\xff{\n[]\n")
+    (state.server("main") / "timeline.jsonl").mkdir()
+    start([*loading(), *serving(port)])
+    assert look()[0].outcome == "ready"
 
 
 def test_time_is_up(start, look):

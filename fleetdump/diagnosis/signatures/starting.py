@@ -77,7 +77,7 @@ def log_comparison(view: View, phase: str) -> str:
     healthy = watch.healthy if watch else None
     text = f"the log has {log.lines} lines"
     if healthy:
-        text += f", healthy starts had {healthy.lines_min} to {healthy.lines_max}"
+        text += f", healthy starts had {healthy.lines_span}"
     text += f"; stopped {AFTER[phase]}"
     if healthy and phase in healthy.phase_seconds:
         text += f"; healthy starts spend {healthy.phase_seconds[phase]:.0f} s there"

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime, timezone
 
 from fleetdump.agent.evidence_types import ProcessFacts
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, MEDIUM, Verdict
+from fleetdump.diagnosis.types import HIGH, MEDIUM, OK, Verdict
 from fleetdump.diagnosis.view import View, name_of
 
 _DRIVER = re.compile(r"nvidia|uvm_|nv_|rm_ioctl")
 _REMOTE = re.compile(r"\bnfs|rpc_wait|fuse_|request_wait_answer|lustre|ptlrpc|ceph|gpfs|cifs|9p_|p9_")
+
+
+@signature(Step.ENDED)
+def not_running(view: View) -> Verdict | None:
+    """Nothing of it lives, and ``fleetdump stop`` ended it."""
+    stopped_at = view.evidence.target.stopped_at
+    lives = view.evidence.launcher_alive or any(p.state not in "ZX" for p in view.evidence.processes)
+    if not stopped_at or lives:
+        return None
+    at = datetime.fromtimestamp(stopped_at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return Verdict(
+        "NOT_RUNNING",
+        f"stopped by fleetdump stop at {at}",
+        HIGH,
+        OK,
+        evidence=["the server's record says so, and no process of it lives"],
+        next_steps=["fleetdump deploy starts it again"],
+    )
 
 
 @signature(Step.STOPPED)

@@ -45,6 +45,12 @@ def without_ptrace(e: Evidence) -> Evidence:
     return e
 
 
+def test_healthy_starts_that_all_had_the_same_lines_are_one_number() -> None:
+    e = kimi()
+    e.watch.healthy.lines_min = e.watch.healthy.lines_max = 62
+    assert "217 lines, healthy starts had 62; stopped" in "\n".join(diagnose(e)[0].evidence)
+
+
 def test_launcher_waits_for_the_spinning_rank() -> None:
     best = diagnose(kimi())[0]
     assert (best.code, best.rank, best.phase, best.confidence, best.severity) == (
