@@ -114,7 +114,7 @@ class Share:
     def spec(self) -> Optional[ShareSpec]:
         """What was submitted, None when nothing was (or the submit did not end). Raises ``AgentFailure`` when
         share.json cannot be read."""
-        again = "remove that file and run `fleetdump extract` of this run again"
+        again = "restore that file; or give the data another --run name, and remove this run's folder"
         return read_record(ShareSpec, self.root / "share.json", again)
 
     def save_spec(self, spec: ShareSpec) -> None:

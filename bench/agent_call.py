@@ -2,7 +2,7 @@
 
 Alternates over one open connection to an sshd of its own on loopback: ``python3 -I -S -c pass`` (the floor), the
 agent's ``status`` verb, and connect-and-``status``. Prints one JSON object.
-Repeat: ``python -m bench.bench_agent_call``.
+Repeat: ``python -m bench.agent_call``.
 """
 
 from __future__ import annotations
