@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,15 @@ class TestLock:
         assert "tester@here" in caught.value.error.why
 
 
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """The watchdog makes its process a group of its own; pytest goes back to the one it came with."""
+    group = os.getpgrp()
+    yield
+    os.setpgid(0, group)
+
+
+@pytest.mark.usefixtures("own_group")
 class TestWatchdog:
     def test_deadline(self, tmp_path: Path) -> None:
         ended = threading.Event()

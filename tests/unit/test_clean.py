@@ -348,3 +348,21 @@ def test_a_folder_that_may_not_be_read_is_no_fault(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("fleetdump.agent.ownership.os.scandir", refuse)
     assert len(clean_data(tmp_path).kept) == 1
+
+
+def test_stopping_a_driver_never_ends_the_process_that_asks(tmp_path: Path) -> None:
+    """A self-check is a driver inside the agent, which leads a process group of its own."""
+    code = """
+import os, sys
+from pathlib import Path
+from fleetdump.agent.share import Share
+os.setpgid(0, 0)
+share = Share(Path(sys.argv[1]))
+claim = share.claim()
+assert share.driver().pid == os.getpid()
+print(share.stop_driver(0.2))
+"""
+    (tmp_path / "share").mkdir()
+    command = [sys.executable, "-c", code, str(tmp_path / "share")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
