@@ -48,7 +48,7 @@ import importlib.resources
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -183,32 +183,22 @@ def _check_architectures(reader: Reader, root: Node, values: dict[str, Any]) -> 
 
 
 # --------------------------------------------------------------------------- parsers of patch.yaml
-def _name(reader: Reader, node: Node, what: str) -> str:
-    value = reader.text(node, what)
-    if not _NAME.match(value):
-        reader.fail(node, f"{what}: {value!r} is not a name (letters, digits, '.', '_', '-')")
-    return value
+def _text_that(fits: Callable[[str], object], kind: str) -> Parser[str]:
+    """A reader of text that ``fits`` accepts; what it does not is a mistake that says it is not ``kind``."""
+
+    def read(reader: Reader, node: Node, what: str) -> str:
+        value = reader.text(node, what)
+        if not fits(value):
+            reader.fail(node, f"{what}: {value!r} is not {kind}")
+        return value
+
+    return read
 
 
-def _identifier(reader: Reader, node: Node, what: str) -> str:
-    value = reader.text(node, what)
-    if not value.isidentifier():
-        reader.fail(node, f"{what}: {value!r} is not a Python name")
-    return value
-
-
-def _module(reader: Reader, node: Node, what: str) -> str:
-    value = reader.text(node, what)
-    if not all(part.isidentifier() for part in value.split(".")):
-        reader.fail(node, f"{what}: {value!r} is not a dotted module name")
-    return value
-
-
-def _release(reader: Reader, node: Node, what: str) -> str:
-    value = reader.text(node, what)
-    if not _RELEASE.match(value):
-        reader.fail(node, f"{what}: {value!r} is not a release such as 0.5.20")
-    return value
+_name = _text_that(_NAME.match, "a name (letters, digits, '.', '_', '-')")
+_identifier = _text_that(str.isidentifier, "a Python name")
+_module = _text_that(lambda text: all(part.isidentifier() for part in text.split(".")), "a dotted module name")
+_release = _text_that(_RELEASE.match, "a release such as 0.5.20")
 
 
 def _place(reader: Reader, node: Node, what: str) -> str:

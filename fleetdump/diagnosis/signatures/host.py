@@ -7,7 +7,6 @@ from fleetdump.diagnosis.types import HIGH, MEDIUM, Verdict
 from fleetdump.diagnosis.view import View, size
 
 FULL_BYTES = 1 << 20
-LOCAL = ("127.0.0.1", "localhost", "0.0.0.0", "::1")  # noqa: S104
 
 
 @signature(Step.HOST)
