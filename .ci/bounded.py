@@ -57,13 +57,28 @@ def _reap() -> None:
             pass
 
 
+def wait(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """The exit status of ``process`` as a shell gives it; raises ``TimeoutExpired``. Orphans that became ours are reaped as they end:
+    unreaped, they would still stand in /proc, and a test that waits for its processes to be gone would wait for ever.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == process.pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode if process.returncode >= 0 else 128 - process.returncode
+        if pid == 0:
+            time.sleep(0.05)
+    raise subprocess.TimeoutExpired(process.args, seconds)
+
+
 def main() -> int:
     limit, command = float(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(command)
     try:
-        status = process.wait(timeout=limit)
+        status = wait(process, limit)
     except subprocess.TimeoutExpired:
         print(f"time is up after {limit:.0f} s: {' '.join(command)}", file=sys.stderr)
         status = 124

@@ -148,7 +148,9 @@ def test_a_module_that_changed_after_the_launch_is_not_imported_at_all(engine: I
 
 
 def test_a_sitecustomize_of_the_environment_still_runs_under_its_own_name(engine: Install, server, ctx) -> None:
-    (engine.site / "sitecustomize.py").write_text("import sys; print('theirs', __name__, __file__)\nOURS = False\n")
+    # One write a line: the server, its child and multiprocessing's tracker share one unbuffered log.
+    theirs = "import os; os.write(1, f'theirs {__name__} {__file__}\\n'.encode())\nOURS = False\n"
+    (engine.site / "sitecustomize.py").write_text(theirs)
     launch(by_hook(server), ctx)
     log = log_of(ctx)
     assert log.count(f"theirs sitecustomize {engine.site / 'sitecustomize.py'}") >= 2, "in the server and its child"
