@@ -58,8 +58,10 @@ def _reap() -> None:
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """The exit status of ``process`` as a shell gives it; raises ``TimeoutExpired``. Orphans that became ours are reaped as they end:
-    unreaped, they would still stand in /proc, and a test that waits for its processes to be gone would wait for ever.
+    """The exit status of ``process`` as a shell gives it; raises ``TimeoutExpired``.
+
+    Orphans that became ours are reaped as they end: unreaped, they would still stand in /proc, and a test that waits
+    for its processes to be gone would wait for ever.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

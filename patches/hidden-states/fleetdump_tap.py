@@ -22,6 +22,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from fleetdump_tapfiles import Config, Norm, Piece, Skip, TapWriter
+from fleetdump_taplayout import batch_refusal, layout, refusal
 
 if TYPE_CHECKING:
     import torch
@@ -31,13 +32,6 @@ logger = logging.getLogger(__name__)
 CONFIG_VARIABLE = "FLEETDUMP_TAP_CONFIG"
 MARK = "fleetdump-tap 1"
 RID = re.compile(r"fleetdump/[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[^/]+/[1-9][0-9]{0,8}\Z")
-REFUSED_FLAGS = {
-    "enable_two_batch_overlap": "two-batch overlap runs layers outside the loop",
-    "enable_attn_tp_input_scattered": "--enable-attn-tp-input-scattered splits the rows",
-    "enable_layernorm_sp": "--enable-layernorm-sp splits the rows",
-    "speculative_algorithm": "speculative decoding",
-}
-"""Server arguments that are true or set where the loop does not see every row of every layer."""
 REMEMBERED_REQUESTS = 1 << 16
 """How many rids' next positions are kept, to join the chunks of a prompt."""
 
@@ -94,18 +88,6 @@ class _Stream:
 
             states = tensor_model_parallel_all_reduce(states.clone())
         return states if self.residual is None else states + self.residual
-
-
-@dataclass
-class _Layout:
-    """This process's place in the parallel layout. ``attn_dp_size`` counts groups that hold different requests."""
-
-    tp_rank: int
-    tp_size: int
-    attn_tp_rank: int
-    attn_dp_size: int
-    attn_cp_size: int
-    pp_size: int
 
 
 @dataclass
@@ -190,12 +172,12 @@ class _Tap:
     def _arm(self, model: Any, batch: Any) -> None:
         """At the first forward: look at the model and the parallel layout, say so in the log, start the writer."""
         self._armed = True
-        layout = _layout()
-        self._refusal = _refusal(model, layout, batch, self._config.layers)
+        place = layout()
+        self._refusal = refusal(model, place, batch, self._config.layers)
         layers = json.dumps(self._config.layers, separators=(",", ":"))
-        who = f"rank={layout.tp_rank}/{layout.tp_size} layers={layers} model={type(model).__name__}"
-        if layout.attn_tp_rank == 0:
-            self._writer = TapWriter(self._config, layout.tp_rank, _norm(model))
+        who = f"rank={place.tp_rank}/{place.tp_size} layers={layers} model={type(model).__name__}"
+        if place.attn_tp_rank == 0:
+            self._writer = TapWriter(self._config, place.tp_rank, _norm(model))
             Finalize(None, self._writer.stop, exitpriority=100)
         # At WARNING, so that a server with --log-level warning still says it.
         logger.warning("%s %s %s", MARK, f"refused ({self._refusal})" if self._refusal else "armed", who)
@@ -212,8 +194,8 @@ class _Tap:
             first += rows
         if not requests:
             return None
-        refusal = self._refusal or _batch_refusal(batch)
-        return _Forward(batch, requests, ("capture_error", refusal) if refusal else None)
+        why = self._refusal or batch_refusal(batch)
+        return _Forward(batch, requests, ("capture_error", why) if why else None)
 
     def _rids(self, batch: Any) -> list[str]:
         """The batch's requests in order; none for a batch that no scheduler made (a warm-up of graphs)."""
@@ -311,101 +293,6 @@ def _norm(model: Any) -> Norm:
     if type(model.norm).__name__ == "GemmaRMSNorm":
         weight = weight.float() + 1.0  # float32: 1 + weight in 16 bits would round
     return Norm(weight.view(torch.uint8).numpy().tobytes(), _dtype_name(weight), float(model.norm.variance_epsilon))
-
-
-def _layout() -> _Layout:
-    """The parallel layout; releases before 0.5.14 have functions instead of one object."""
-    try:
-        from sglang.srt.runtime_context import get_parallel
-    except ImportError:
-        return _layout_of_functions()
-    parallel = get_parallel()
-    return _Layout(
-        parallel.tp_rank,
-        parallel.tp_size,
-        parallel.attn_tp_rank,
-        parallel.attn_dp_size,
-        parallel.attn_cp_size,
-        parallel.pp_size,
-    )
-
-
-def _layout_of_functions() -> _Layout:
-    from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-    from sglang.srt.distributed.parallel_state import get_pp_group
-    from sglang.srt.layers import dp_attention
-
-    context_parallel = getattr(dp_attention, "get_attention_cp_size", lambda: 1)  # none before 0.5.9
-    return _Layout(
-        get_tensor_model_parallel_rank(),
-        get_tensor_model_parallel_world_size(),
-        dp_attention.get_attention_tp_rank(),
-        dp_attention.get_attention_dp_size(),
-        context_parallel(),
-        get_pp_group().world_size,
-    )
-
-
-def _server_args() -> Any:
-    try:
-        from sglang.srt.runtime_context import get_server_args
-    except ImportError:  # before 0.5.15
-        from sglang.srt.server_args import get_global_server_args as get_server_args
-    return get_server_args()
-
-
-def _refusal(model: Any, layout: _Layout, batch: Any, layers: list[int]) -> str:
-    """Why this server cannot be captured rightly; empty when it can. The same on all ranks."""
-    total = len(model.layers)
-    if len(set(layers)) != len(layers) or not all(0 <= layer <= total for layer in layers):
-        return f"layers {layers} of a model with {total}"
-    if layout.pp_size > 1:
-        return "pipeline parallelism splits the layers"
-    if layout.attn_cp_size > 1:
-        return "context parallelism splits the rows"
-    args = _server_args()
-    for flag, reason in REFUSED_FLAGS.items():
-        if getattr(args, flag, None):
-            return reason
-    if layout.attn_dp_size > 1 and not hasattr(batch, "rids"):
-        return "with DP attention this release does not say whose rows a forward has"
-    if layout.attn_dp_size > 1 and hasattr(batch, "residual_stream"):
-        return "with DP attention this release may owe a sum over ranks that do not all run the request"
-    scattered = [number for number, layer in enumerate(model.layers) if _is_scattered(layer)]
-    return f"rows are split over the ranks at layers {scattered}" if scattered else ""
-
-
-def _is_scattered(layer: Any) -> bool:
-    """Whether the ranks of an attention group hold different rows where ``layer`` begins (a2a expert parallelism)."""
-    modes = getattr(layer, "layer_scatter_modes", None)
-    if modes is not None:
-        return bool(modes.layer_input_mode.name == "SCATTERED")
-    boundary = getattr(layer, "attn_boundary", None)
-    if boundary is None:
-        return False  # a model without expert parallelism
-    # ATTN_TP was ATTN_TP_SCATTER in 0.5.21.
-    return any(axis.name.startswith(("ATTN_TP", "ATTN_CP")) for axis in boundary.incoming_residual_rows.sharded)
-
-
-def _batch_refusal(batch: Any) -> str:
-    """Why this forward cannot be captured rightly; empty when it can. The same on all ranks."""
-    if getattr(batch, "can_run_tbo", False):
-        return "two-batch overlap runs layers outside the loop"
-    if getattr(batch, "spec_info", None) is not None:
-        return "speculative decoding"
-    if any(getattr(batch, name, None) is not None for name in ("attn_cp_metadata", "nsa_cp_metadata")):
-        return "context parallelism splits the rows"
-    if getattr(batch, "_original_forward_mode", None) is not None:
-        return "the batch was padded into another mode"
-    return "a graph is being captured" if _is_graph_capturing() else ""
-
-
-def _is_graph_capturing() -> bool:
-    import torch
-
-    if torch.compiler.is_compiling():
-        return True
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def _load() -> _Tap | None:
