@@ -116,7 +116,6 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(SCHEMA)
-            self._add_share_id()
         except sqlite3.Error as error:
             raise UsageError(
                 "the run's ledger cannot be used",
@@ -151,24 +150,25 @@ class Ledger:
                 raise
             self._db.execute("COMMIT")
 
-    def _add_share_id(self) -> None:
-        """A run that an earlier fleetdump began has no identities yet: its shares are read once more."""
-        with self.transaction():
-            if not self._one("SELECT count(*) FROM pragma_table_info('shares') WHERE name = 'share_id'"):
-                self._run("ALTER TABLE shares ADD COLUMN share_id TEXT NOT NULL DEFAULT ''")
-
     # ------------------------------------------------------------------ plan
     def plan(
         self, samples: Iterable[Planned], shares: Iterable[tuple[str, str, str]], broken: Iterable[tuple[int, str]] = ()
     ) -> None:
-        """Record a new run: its samples in the data set's order, (host, server, sha256) of each share, and (line,
-        reason) of each row that no host is given."""
+        """Record a run: its samples in the data set's order, (host, server, sha256) of each share, and (line, reason)
+        of each row that no host is given. What ``collect`` read from hosts before there was a plan is kept."""
         with self.transaction():
+            self._db.execute("UPDATE samples SET position = -position")
             self._db.executemany(
-                "INSERT INTO samples(id, digest, home_host, home_server, tokens) VALUES (?,?,?,?,?)",
-                ((s.id, s.digest, s.host, s.server, s.tokens) for s in samples),
+                "INSERT INTO samples(position, id, digest, home_host, home_server, tokens) VALUES (?,?,?,?,?,?) "
+                "ON CONFLICT(id) DO UPDATE SET position = excluded.position, digest = excluded.digest, "
+                "home_host = excluded.home_host, home_server = excluded.home_server",
+                ((n, s.id, s.digest, s.host, s.server, s.tokens) for n, s in enumerate(samples, 1)),
             )
-            self._db.executemany("INSERT INTO shares(host, server, sha256) VALUES (?,?,?)", shares)
+            self._db.executemany(
+                "INSERT INTO shares(host, server, sha256) VALUES (?,?,?) "
+                "ON CONFLICT(host, server) DO UPDATE SET sha256 = excluded.sha256",
+                shares,
+            )
             self._db.executemany("INSERT INTO broken_rows VALUES (?,?)", broken)
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('planned', '1')")
 
@@ -181,6 +181,10 @@ class Ledger:
         """All samples as planned, in the data set's order."""
         rows = self._all("SELECT id, digest, home_host, home_server, tokens FROM samples ORDER BY position")
         return [Planned(*row) for row in rows]
+
+    def ids(self) -> set[str]:
+        """Every sample that the ledger has heard of."""
+        return {str(row[0]) for row in self._all("SELECT id FROM samples")}
 
     def homes(self) -> dict[str, tuple[str, str]]:
         """(host, server) that each sample was given to."""
@@ -267,14 +271,6 @@ class Ledger:
             "UPDATE shares SET offset = ?, rejected_offset = ? WHERE host = ? AND server = ?",
             *(offset, rejected_offset, host, server),
         )
-
-    def rebuild(self) -> None:
-        """Start over from the hosts' manifests: the plan stays, what came back is to be read again."""
-        with self.transaction():
-            self._run("UPDATE samples SET state = 'planned', line = NULL, reason = '' WHERE state = 'delivered'")
-            self._run("UPDATE shares SET offset = 0, rejected_offset = 0")
-            self._run("DELETE FROM sample_shards")
-            self._run("DELETE FROM duplicates")
 
     # ------------------------------------------------------------------ answers
     def totals(self) -> Totals:

@@ -111,7 +111,8 @@ def require_run_name(run: str) -> None:
 
 
 def open_run(ledger: Ledger, run: str, data: DataSet, targets: Sequence[Target]) -> RunPlan:
-    """Decide who gets what, and record it; for a run that the ledger has, find the shares of before.
+    """Decide who gets what, and record it; for a run that the ledger has, find the shares of before. Where the ledger
+    was lost and ``collect`` has rebuilt it, the same data and servers give the same shares, which the hosts know.
 
     Raises ``UsageError`` for a run that was begun with other data (the difference is named). New ``targets`` are
     ignored by a run that has begun: its shares are fixed.
@@ -119,6 +120,9 @@ def open_run(ledger: Ledger, run: str, data: DataSet, targets: Sequence[Target])
     good, broken = data.rows, data.broken
     if ledger.is_planned:
         return _resume(ledger, run, good, broken)
+    foreign = sorted(ledger.ids() - set(good))
+    if foreign:
+        raise _other_data(run, [("missing", foreign)])
     assigned = balance({row_id: _estimate(row) for row_id, (row, _) in good.items()}, targets)
     plan = _plan(run, good, broken, assigned, resumed=False)
     planned = [
@@ -254,14 +258,17 @@ def _resume(ledger: Ledger, run: str, good: Mapping[str, tuple[Row, str]], broke
     added = [row_id for row_id in good if row_id not in before]
     gone = [row_id for row_id in before if row_id not in good]
     if changed or added or gone:
-        kinds = (("changed", changed), ("new", added), ("missing", gone))
-        named = [f"{len(ids)} {kind} (first: {ids[0]!r})" for kind, ids in kinds if ids]
-        raise UsageError(
-            f"the data is not what run {run} was begun with",
-            why=f"rows: {', '.join(named)}",
-            next_step="give the same file, or another --run name for other data",
-        )
+        raise _other_data(run, [("changed", changed), ("new", added), ("missing", gone)])
     return _plan(run, good, broken, ledger.homes(), resumed=True)
+
+
+def _other_data(run: str, kinds: Sequence[tuple[str, list[str]]]) -> UsageError:
+    named = [f"{len(ids)} {kind} (first: {ids[0]!r})" for kind, ids in kinds if ids]
+    return UsageError(
+        f"the data is not what run {run} was begun with",
+        why=f"rows: {', '.join(named)}",
+        next_step="give the same file, or another --run name for other data",
+    )
 
 
 def _facts(host: Host) -> ProbeResult:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -89,17 +87,6 @@ def test_other_bytes_under_a_known_name_are_not_verified(ledger: Ledger, tmp_pat
     assert not ledger.is_verified("h1", "s0")
 
 
-def test_a_ledger_without_identities_goes_on(ledger: Ledger, tmp_path: Path) -> None:
-    ledger.advance("h1", "main", 500, 0)
-    ledger.close()
-    path = tmp_path / "r1" / "ledger.sqlite"
-    with closing(sqlite3.connect(path)) as old:
-        old.execute("ALTER TABLE shares DROP COLUMN share_id")
-    with Ledger(path) as again:
-        share = again.shares("h1")[0]
-        assert (share.offset, share.share_id) == (500, "")
-
-
 def test_offsets_and_lines_stand_or_fall_together(ledger: Ledger) -> None:
     def interrupted() -> None:
         with ledger.transaction():
@@ -113,14 +100,21 @@ def test_offsets_and_lines_stand_or_fall_together(ledger: Ledger) -> None:
     assert ledger.totals().delivered == 0
 
 
-def test_rebuild_reads_everything_again(ledger: Ledger) -> None:
-    deliver(ledger, "a")
-    deliver(ledger, "a", "h2")
-    ledger.advance("h1", "main", 500, 20)
-    ledger.rebuild()
-    assert ledger.totals() == Totals(expected=5, delivered=0, rejected=1, duplicated=0)
-    assert ledger.shares("h1")[0].offset == 0
-    assert ledger.needed_shards("h1") == set()
+def test_a_plan_keeps_what_was_collected_before_it(tmp_path: Path) -> None:
+    """The ledger was lost, `collect` made a new one from the hosts, and `extract` goes on with the run."""
+    with Ledger(tmp_path / "ledger.sqlite") as rebuilt:
+        rebuilt.meet_share("h1", "main", "first")
+        deliver(rebuilt, "c")
+        deliver(rebuilt, "a")
+        rebuilt.reject("h1", RejectedLine("b", "r1", "main", "too_long", "9 tokens", 0, 0.0))
+        rebuilt.advance("h1", "main", 500, 20)
+        planned = [Planned(name, f"d{name}", "h1", "main", 10) for name in "abcd"]
+        rebuilt.plan(planned, [("h1", "main", "s1")])
+        assert [sample.id for sample in rebuilt.assignments()] == ["a", "b", "c", "d"]
+        assert [sample.id for sample in rebuilt.delivered()] == ["a", "c"], "in the data set's order"
+        assert rebuilt.totals() == Totals(expected=4, delivered=2, rejected=1, duplicated=0)
+        (share,) = rebuilt.shares()
+        assert (share.sha256, share.offset, share.share_id) == ("s1", 500, "first")
 
 
 NORM = "norm-main-0000000a.safetensors"
