@@ -6,6 +6,7 @@ Raise these where the cause is understood; ``fleetdump.cli.main`` shows them in 
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
 
@@ -21,6 +22,7 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
 
 
+_NAMES = re.compile(r"[\w.-]*\w")
 _PRECEDENCE = (
     ExitCode.INTERRUPTED,
     ExitCode.STALL,
@@ -51,6 +53,14 @@ class FleetdumpError(Exception):
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
         return f"{head} ({self.why})" if self.why else head
+
+
+def kind_of(error: FleetdumpError, host: str) -> str:
+    """Equal for errors that differ in the host alone: its name, and the other names and addresses of ``where``."""
+    text = "\n".join((type(error).__name__, error.what, error.why, error.next_step))
+    for name in sorted({host, *_NAMES.findall(error.where)}, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)", "{}", text)
+    return text
 
 
 def of_local_file(error: OSError, where: str = "") -> FleetdumpError:

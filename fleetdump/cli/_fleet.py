@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import click
 
 from fleetdump.agent.protocol import to_json
-from fleetdump.errors import ExitCode, FleetdumpError, LockedError, UnreachableError, worst
+from fleetdump.errors import ExitCode, FleetdumpError, LockedError, UnreachableError, kind_of, worst
 from fleetdump.fleet import ConnectOptions, Host, Outcome, fan_out
 from fleetdump.inventory import HostConfig, Inventory, load
 from fleetdump.views.console import HostResult, err, print_error, print_json
-from fleetdump.views.hosts import show_event, show_recap
+from fleetdump.views.hosts import show_alike, show_event, show_recap
 
 T = TypeVar("T")
 DEFAULT_INVENTORY = "inventory.yaml"
@@ -134,6 +134,8 @@ class Report:
         self._results: list[HostResult] = []
         self._codes: list[ExitCode] = []
         self._values: dict[str, Any] = {}
+        self._errors: dict[str, list[str]] = {}
+        """Hosts by their error's kind; of each kind only the first is told in full."""
 
     def add(self, name: str, outcome: Outcome[Any]) -> None:
         """One host has ended."""
@@ -143,13 +145,19 @@ class Report:
         if self._options.as_json:
             print_json(result)
         elif outcome.error is not None:
-            print_error(outcome.error)
+            alike = self._errors.setdefault(kind_of(outcome.error, name), [])
+            alike.append(name)
+            if len(alike) == 1:
+                print_error(outcome.error)
         else:
             self._values[name] = outcome.value
             self._verb.show(name, outcome.value)
 
     def close(self) -> ExitCode:
         """Print what is to be said of all hosts; the exit code that stands for them."""
+        for first, *others in self._errors.values():
+            if others:
+                show_alike(first, sorted(others))
         if self._values:
             self._verb.show_all(dict(sorted(self._values.items())))
         if self._verb.recap:

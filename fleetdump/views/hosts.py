@@ -31,6 +31,12 @@ def show_event(host: str, event: dict[str, Any]) -> None:
         err.print(f"[dim]\\[{quoted(host)}][/] {quoted(text)}")
 
 
+def show_alike(first: str, others: list[str]) -> None:
+    """The hosts whose error is that of ``first``, which was told in full."""
+    names = ", ".join(compress(others))
+    err.print(f"[bold red]error:[/] {quoted(names)}: the same as {quoted(first)} ({_count(len(others), 'host')})")
+
+
 # --------------------------------------------------------------------------- check
 def show_probe(host: str, probe: ProbeResult) -> None:
     """One line: what the host is, and whether a deploy would work. What is not well comes in ``show_findings``."""
