@@ -112,14 +112,14 @@ class Shards:
         return self._open[path].get_tensor(name)
 
     def sample(self, line: dict[str, Any]) -> torch.Tensor:
-        """All pieces of a sample in order ``[tokens, slots, hidden]``; a gap between them raises ValueError."""
-        pieces, position = [], 0
-        for piece in sorted(line["pieces"], key=lambda piece: piece["start"]):
-            if piece["start"] != position:
-                raise ValueError(f"{line['id']}: rows {position} to {piece['start']} are missing")
-            pieces.append(self.tensor(line, piece["shard"], piece["name"]))
-            position += len(pieces[-1])
-        return torch.cat(pieces)
+        """All pieces of a sample ``[tokens, slots, hidden]``; rows that none of them has raise ValueError."""
+        sample = torch.full((line["tokens"], len(line["layers"]["input"]) + 1, line["hidden"]), float("nan"))
+        for piece in line["pieces"]:
+            rows = slice(piece["start"], piece["start"] + piece["rows"])
+            sample[rows, piece["slots"]] = self.tensor(line, piece["shard"], piece["name"]).float()
+        if sample.isnan().any():
+            raise ValueError(f"{line['id']}: rows are missing")
+        return sample
 
 
 def compare(outcome: Outcome, name: str, got: torch.Tensor, want: torch.Tensor, margins: torch.Tensor) -> None:

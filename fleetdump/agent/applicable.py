@@ -64,9 +64,3 @@ def architectures_of(models: Sequence[str]) -> List[str]:
         return [read_model(model).architecture for model in models]
     except AgentFailure:
         return []
-
-
-def release_arguments(spec: PatchSpec, release: str) -> List[str]:
-    """The arguments that servers with the patch need on ``release``."""
-    chosen = [arg.flag for arg in spec.release_args if release_within(release, arg.first_release, arg.last_release)]
-    return [*spec.server_args, *chosen]

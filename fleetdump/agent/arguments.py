@@ -17,6 +17,8 @@ OWN_OPTIONS = {
     "--dp-size": "dp",
     "--data-parallel-size": "dp",
     "--dp": "dp",
+    "--pp-size": "pp",
+    "--pipeline-parallel-size": "pp",
 }
 """Options that an inventory's fields stand for: given twice, they could contradict each other."""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import deque
 from pathlib import Path
-from typing import Any, Collection
+from typing import Any, Collection, Deque
 
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import FORMAT_VERSION
-from fleetdump.agent.records import UNREADABLE, naming
+from fleetdump.agent.lock import held_by
+from fleetdump.agent.protocol import AuditArgs, AuditEntry, AuditResult
+from fleetdump.agent.records import UNREADABLE, decode, naming
 from fleetdump.agent.scrub import scrub_argv
 
 FILE = "audit.jsonl"
@@ -57,6 +60,16 @@ def _append(path: Path, line: bytes) -> None:
         os.write(descriptor, line)
     finally:
         os.close(descriptor)
+
+
+def audit(args: AuditArgs, ctx: AgentContext) -> AuditResult:
+    """Who changed this host, and who does now. Lines that cannot be read are passed over."""
+    entries: Deque[AuditEntry] = deque(maxlen=args.entries)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(ctx.state.root / FILE, "rb") as file:
+        for line in file:
+            with contextlib.suppress(*UNREADABLE):
+                entries.append(decode(AuditEntry, line, FILE))
+    return AuditResult(list(entries), held_by(ctx.state.root / "lock"))
 
 
 def last_operator(state: State, verbs: Collection[str], since: float) -> str:

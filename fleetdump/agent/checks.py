@@ -6,17 +6,23 @@ import os
 import resource
 import shutil
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
-from fleetdump.agent import engine, patching, procfs
+from fleetdump.agent import engine, patching, patchrecord, procfs
+from fleetdump.agent.arguments import added_arguments
+from fleetdump.agent.configfile import config_arguments
 from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.flagrules import patch_arguments
+from fleetdump.agent.launchplan import environment_of, inherited_environment, refuse_arguments
 from fleetdump.agent.model import read_model
+from fleetdump.agent.neighbours import EngineUser, describe_port_owner, engine_users, file_system_of, is_network
 from fleetdump.agent.probes import host
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 from fleetdump.agent.probes.stacks import find_py_spy
 from fleetdump.agent.protocol import AgentFailure, Finding, Interpreter, PatchArgs, PatchSpec, ServerSpec
 from fleetdump.agent.scrub import proxy_address
-from fleetdump.agent.server import describe_port_owner, inherited_environment, living, readable_records
+from fleetdump.agent.server import living, readable_records
 
 GIB = 1 << 30
 LOW_MEMORY = 4 * GIB
@@ -28,6 +34,7 @@ NOFILE = 65_535
 """SGLang raises its own soft limit to this."""
 CAP_SYS_PTRACE = 19
 PROXIES = ("http_proxy", "all_proxy")
+USE_HOOK = "--delivery import-hook changes no file: the patch is then in the launched server alone"
 
 
 @dataclass
@@ -99,6 +106,57 @@ def _would_apply(args: PatchArgs, ctx: AgentContext) -> Finding:
         "warning",
         f"{text}; no test has run it on {plan.engine}",
         "the self-check of deploy decides; do not use --no-selfcheck",
+    )
+
+
+def check_arguments(server: ServerSpec, spec: PatchSpec) -> Checked:
+    """Whether the patch can be right with the server's arguments, those in a file of ``--config`` included."""
+    findings = []
+    try:
+        config_arguments(server, environment_of(server))
+    except AgentFailure as failure:
+        text = f"{blocked('arguments', failure).text}; what it sets shows once the server runs"
+        findings.append(Finding("arguments", "warning", text, failure.error.next_step))
+    try:
+        refuse_arguments(spec, server)
+        release = engine.query(server.python, env=environment_of(server)).release
+        added = added_arguments(server.args, patch_arguments(spec, release, server.without))
+    except AgentFailure as failure:
+        return Checked([*findings, blocked("arguments", failure)])
+    text = f"server {server.name} gets {' '.join(added) or 'no flags'} from patch {spec.name}"
+    return Checked([*findings, Finding("arguments", "ok", text)])
+
+
+def check_shared(interpreter: Interpreter, servers: Sequence[ServerSpec], state: State, delivery: str) -> Checked:
+    """Who else has the files that an in-place patch changes: other servers that run now, and other hosts."""
+    if delivery != patching.IN_PLACE:
+        return Checked([])
+    facts = engine.query(interpreter.python, env={**inherited_environment(), **interpreter.env})
+    users = engine_users(facts)
+    mine = {server.name for server in servers}
+    ours = {record.pid: record.name for record in readable_records(state)[0] if living(record)}
+    record = patchrecord.load(Path(facts.site))
+    findings = []
+    old = [user for user in users if record is not None and user.started_at < record.applied_at]
+    if old and record is not None:
+        text = f"{_names(old, ours)} started before patch {record.patch} {record.version} and run the code from before"
+        findings.append(Finding("shared", "warning", text, "start them anew where they are to have the patch"))
+    others = [user for user in users if ours.get(user.pid) not in mine and user not in old]
+    if others:
+        text = (
+            f"{facts.package} is also run by {_names(others, ours)}: patched in place, they get it at their next start"
+        )
+        findings.append(Finding("shared", "warning", text, USE_HOOK))
+    kind = file_system_of(facts.package)
+    if is_network(kind):
+        text = f"{facts.package} lies on {kind}: every host that mounts it gets a patch in place"
+        findings.append(Finding("shared", "warning", text, USE_HOOK))
+    return Checked(findings)
+
+
+def _names(users: Sequence[EngineUser], ours: Mapping[int, str]) -> str:
+    return ", ".join(
+        f"our server {ours[user.pid]} (pid {user.pid})" if user.pid in ours else str(user) for user in users
     )
 
 
@@ -199,7 +257,7 @@ def check_shm(servers: Sequence[ServerSpec]) -> Checked:
     """Shared memory (/dev/shm), which tensor parallelism uses; a container often gets 64 MiB of it."""
     facts = host.disk("shm", "/dev/shm")  # noqa: S108 (asks for its size, writes nothing)
     text = f"shared memory has {facts.free_bytes / GIB:.1f} GiB free"
-    if facts.free_bytes < LOW_SHM and any(server.tp > 1 for server in servers):
+    if facts.free_bytes < LOW_SHM and any(server.ranks > 1 for server in servers):
         return Checked([Finding("shm", "warning", text, "start the container with --ipc=host or a larger --shm-size")])
     return Checked([Finding("shm", "ok", text)])
 
@@ -231,9 +289,9 @@ def _gpu_findings(server: ServerSpec, count: int) -> List[Finding]:
     if missing:
         text = f"server {server.name} wants GPUs {missing}, the host has {count}"
         return [Finding("gpus", "blocker", text, "correct `gpus` in the inventory")]
-    if server.tp > (len(server.gpus) or count) and not _on_cpu(server) and "--nnodes" not in server.args:
-        text = f"server {server.name} wants tp {server.tp} on {len(server.gpus) or count} GPUs"
-        return [Finding("gpus", "blocker", text, "correct `tp` or `gpus` in the inventory")]
+    if server.ranks > (len(server.gpus) or count) and not _on_cpu(server) and "--nnodes" not in server.args:
+        text = f"server {server.name} has {server.ranks} ranks for {len(server.gpus) or count} GPUs"
+        return [Finding("gpus", "blocker", text, "correct `tp`, `dp`, `pp` or `gpus` in the inventory")]
     return []
 
 

@@ -11,11 +11,12 @@ from typing import List, Set
 
 from fleetdump.agent import engine, patching, patchrecord
 from fleetdump.agent.context import AgentContext
-from fleetdump.agent.formats import SELFCHECK_PREFIX, FormatError
+from fleetdump.agent.formats import RANKS_FOLDER, SELFCHECK_PREFIX, FormatError
 from fleetdump.agent.jsonl import open_journal, read_lines
-from fleetdump.agent.ownership import OwnFiles, holds_files, knows_run, own_files
+from fleetdump.agent.launch import made_dirs
+from fleetdump.agent.ownership import OwnFiles, holds_files, knows_run, own_files, rank_files
 from fleetdump.agent.protocol import AgentFailure, CleanArgs, CleanResult
-from fleetdump.agent.server import living, load_records, made_dirs
+from fleetdump.agent.server import living, load_records
 from fleetdump.agent.share import Share, runs_of, shares_of
 from fleetdump.agent.status import tree_bytes
 
@@ -158,6 +159,8 @@ def _clean_capture(directory: Path, args: CleanArgs, ctx: AgentContext, result: 
             result.kept.append(str(folder))
             continue
         living = _remove_files(folder, ours, result)
+        if folder.name.startswith(SELFCHECK_PREFIX):
+            living += _remove_ranks(folder / RANKS_FOLDER, result)
         if living:
             kept.add(folder.name)
             result.kept.append(f"{folder} (still written by living processes: {', '.join(living)})")
@@ -180,6 +183,13 @@ def _remove_files(folder: Path, ours: OwnFiles, result: CleanResult) -> List[str
             _unlink(paths, result)
     if not living:
         _unlink(ours.others, result)
+    return living
+
+
+def _remove_ranks(folder: Path, result: CleanResult) -> List[str]:
+    living = _remove_files(folder, rank_files(folder), result)
+    with contextlib.suppress(OSError):  # there are none, or they are still written
+        folder.rmdir()
     return living
 
 
@@ -207,14 +217,26 @@ def _remove_empty(path: Path, result: CleanResult) -> bool:
 
 
 def _clean_engines(args: CleanArgs, result: CleanResult) -> None:
-    """Our folder beside a package goes once no record is in it; taking and releasing its lock removes it."""
+    """Our folder beside a package goes once no record is in it; taking and releasing its lock removes it. One that
+    another host is using, or that may not be removed, is kept."""
     for interpreter in args.interpreters:
-        with contextlib.suppress(AgentFailure):
+        try:
             site = Path(engine.query(interpreter.python, env={**os.environ, **interpreter.env}).site)
-            if (site / patchrecord.FOLDER).is_dir():
-                with patchrecord.locked(site):
-                    pass
-                result.removed.append(str(site / patchrecord.FOLDER))
+        except AgentFailure:
+            continue  # no engine there any more
+        folder = site / patchrecord.FOLDER
+        if not folder.is_dir():
+            continue
+        why = "a patch of another host or operator is in it"
+        try:
+            with patchrecord.locked(site):
+                pass
+        except (AgentFailure, OSError) as error:
+            why = str(error)
+        if folder.is_dir():
+            result.kept.append(f"{folder} ({why})")
+        else:
+            result.removed.append(str(folder))
 
 
 def _remove_made_dirs(ctx: AgentContext, result: CleanResult) -> None:

@@ -10,8 +10,10 @@ from fleetdump.agent.access import authorization
 from fleetdump.agent.context import State
 from fleetdump.agent.generate import is_ready
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import CaptureSpec
-from fleetdump.agent.server import ServerRecord, load_record
+from fleetdump.agent.protocol import AgentFailure, CaptureSpec
+from fleetdump.agent.records import in_words
+from fleetdump.agent.server import PASSED, ServerRecord, load_record
+from fleetdump.agent.settings import faults_of
 
 
 @dataclass
@@ -56,13 +58,26 @@ def probe(state: State, server: str, capture: CaptureSpec) -> Probe:
         return Probe(None, mismatch)
     if not is_ready(record.port):
         return Probe(None, f"server {server} does not answer on port {record.port} yet")
-    return Probe(launch)
+    wrong = _settings_fault(record)
+    return Probe(None, wrong) if wrong else Probe(launch)
+
+
+def _settings_fault(record: ServerRecord) -> str:
+    """What ``deploy`` would have found, for a launch whose deploy was cut off before it asked."""
+    if record.settings == PASSED:
+        return ""
+    try:
+        return "; ".join(faults_of(record))
+    except AgentFailure as failure:
+        return in_words(failure)
 
 
 def capture_mismatch(record: ServerRecord, capture: CaptureSpec) -> str:
     """Why this launch cannot work on a share with these settings, empty when it can."""
     if not record.capture_layers:
         return f"server {record.name} was launched without the capture patch"
+    if record.settings not in ("", PASSED):
+        return f"server {record.name} would not capture rightly: {record.settings}"
     if record.capture_layers != capture.layers:
         return f"server {record.name} captures layers {record.capture_layers}, the share wants {capture.layers}"
     if os.path.expanduser(record.capture_dir) != os.path.expanduser(capture.dir):

@@ -61,9 +61,12 @@ def _request(
 
 
 def prefill(port: int, rid: str, ids: List[int], headers: Optional[Headers] = None) -> Reply:
-    """Have the server prefill ``ids`` as request ``rid``: one token is generated, greedily, and thrown away."""
+    """Have the server prefill ``ids`` as request ``rid``: one token is generated, greedily, and thrown away. A prefix
+    cache, where the server keeps one, finds nothing for it: the extra key is part of what prefixes are found by, and
+    no other request has this one (SGLang before 0.5.11 takes it and ignores it)."""
     sampling = {"max_new_tokens": 1, "temperature": 0}
-    return post(port, "/generate", {"input_ids": ids, "rid": rid, "sampling_params": sampling}, headers)
+    body = {"input_ids": ids, "rid": rid, "extra_key": rid, "sampling_params": sampling}
+    return post(port, "/generate", body, headers)
 
 
 def is_ready(port: int) -> bool:
@@ -71,14 +74,20 @@ def is_ready(port: int) -> bool:
     return get(port, "/health").status == 200
 
 
-def context_length(port: int, headers: Optional[Headers] = None) -> int:
-    """The longest prompt (plus one) that the server takes, 0 when it does not say."""
+def server_info(port: int, headers: Optional[Headers] = None) -> Dict[str, Any]:
+    """What the server says of itself, its arguments among it; empty when it does not."""
     for path in ("/server_info", "/get_server_info"):
         reply = get(port, path, headers)
         if reply.status == 200 and isinstance(reply.data, dict):
-            known = [reply.data.get(key) for key in ("context_length", "max_req_input_len", "max_total_num_tokens")]
-            return min((number for number in known if isinstance(number, int) and number > 0), default=0)
-    return 0
+            return reply.data
+    return {}
+
+
+def context_length(port: int, headers: Optional[Headers] = None) -> int:
+    """The longest prompt (plus one) that the server takes, 0 when it does not say."""
+    info = server_info(port, headers)
+    known = [info.get(key) for key in ("context_length", "max_req_input_len", "max_total_num_tokens")]
+    return min((number for number in known if isinstance(number, int) and number > 0), default=0)
 
 
 class Threads:

@@ -22,6 +22,8 @@ from fleetdump.agent.records import NOT_WRITABLE, naming
 BELIEVABLE_SECONDS = 10 * 365 * 86400.0
 """A lock that claims to be older is not told its age: its clock, or the file, is wrong."""
 
+POLL_SECONDS = 0.5
+
 
 @dataclass
 class Holder:
@@ -39,8 +41,9 @@ class Holder:
 def host_lock(ctx: AgentContext, urgent: bool = False) -> Iterator[None]:
     """Hold the host's lock; raises ``AgentFailure`` code ``locked`` that names the holder when it is taken.
 
-    A lock whose holder is dead (killed agent, reboot) is taken over. ``urgent``: on a disk that takes no more the call
-    goes on without the lock, unless somebody holds it, and says so on stderr. Other ``OSError`` name the lock.
+    With ``Request.lock_wait`` the lock is waited for, said in an event. A lock whose holder is dead (killed agent,
+    reboot) is taken over. ``urgent``: on a disk that takes no more the call goes on without the lock, unless somebody
+    holds it, and says so on stderr. Other ``OSError`` name the lock.
     """
     directory = ctx.state.root / "lock"
     me = Holder(
@@ -54,7 +57,7 @@ def host_lock(ctx: AgentContext, urgent: bool = False) -> Iterator[None]:
     try:
         with naming(directory):
             ctx.state.directory()
-            _acquire(directory, me)
+            _acquire_waiting(directory, me, ctx)
     except OSError as error:
         if not urgent or error.errno not in NOT_WRITABLE:
             raise
@@ -80,6 +83,30 @@ def read_holder(directory: Path) -> Optional[Holder]:
         return from_json(Holder, json.loads((directory / "holder.json").read_text()))
     except (FileNotFoundError, NotADirectoryError, ValueError, OverflowError, RecursionError):
         return None
+
+
+def _acquire_waiting(directory: Path, me: Holder, ctx: AgentContext) -> None:
+    end = time.monotonic() + min(ctx.request.lock_wait, ctx.remaining())
+    said = ""
+    while True:
+        try:
+            return _acquire(directory, me)
+        except AgentFailure as busy:
+            if time.monotonic() >= end:
+                raise
+            holder = held_by(directory)
+            if holder and holder != said:
+                said = holder
+                ctx.emit("locked", text=f"waiting for the host's lock: {busy.error.why}")
+        time.sleep(POLL_SECONDS)
+
+
+def held_by(directory: Path) -> str:
+    """Who holds the lock, in words; empty when nobody alive does."""
+    holder = read_holder(directory)
+    if holder is None or not is_alive(holder.pid, holder.start_time):
+        return ""
+    return f"{holder.operator or 'somebody'} runs {holder.verb} (pid {holder.pid})"
 
 
 def _acquire(directory: Path, me: Holder) -> None:

@@ -23,6 +23,7 @@ EXCERPT = 500
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _STAMP = re.compile(r"\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?(?P<rank>(?: [A-Z_]+\d+)*)\] ?")
 _RANK_PART = re.compile(r"(?P<name>DP|PP|TP|EP)(?P<value>\d+)")
+_REFUSED = re.compile(r"\bfleetdump-tap \d+ refused \((?P<why>.*?)\)(?: rank=|\s*$)")
 _RANK_WORD = re.compile(r"\b(?:tp_)?rank[ =:]+(?P<value>\d+)")
 _BAR = re.compile(r"^(?P<label>.*?):?\s*\d+%.*?(?P<done>\d+)/(?P<total>\d+)")
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
@@ -154,6 +155,8 @@ class LogMarks:
     crashed: Optional[Crash] = None
     last_error: str = ""
     troubles: Dict[str, str] = field(default_factory=dict)
+    refused: Dict[str, str] = field(default_factory=dict)
+    """By rank, why the patch does not work in this server."""
     fallbacks: List[str] = field(default_factory=list)
     ignored_imports: Dict[str, str] = field(default_factory=dict)
     news: int = 0
@@ -313,6 +316,9 @@ class LogParser:
             marks.weights_gb = float(memory["gb"])
 
     def _tap_mark(self, text: str, rank: str) -> bool:
+        refused = _REFUSED.search(text[:EXCERPT])
+        if refused:
+            self.marks.refused[rank or str(Rank())] = refused["why"]
         if not self._mark or self._mark not in text:
             return False
         word = _RANK_WORD.search(text)

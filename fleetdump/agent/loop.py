@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import time
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from typing import BinaryIO, Dict, List, Optional
 
 from fleetdump.agent.commit import Committer, Ready
 from fleetdump.agent.context import State
-from fleetdump.agent.formats import AttemptLine, PieceRecord, RejectedLine, Rid
+from fleetdump.agent.formats import AttemptLine, PieceRecord, RejectedLine, Rid, coverage
 from fleetdump.agent.gate import Launch, Probe, probe
 from fleetdump.agent.generate import Reply, Threads, prefill
-from fleetdump.agent.journals import Captured, Journals, PieceFault, join, missing_rows
+from fleetdump.agent.journals import Captured, Journals, PieceFault, join
 from fleetdump.agent.jsonl import encode_line, open_lines, write_all
 from fleetdump.agent.reporter import Reporter
 from fleetdump.agent.schedule import DEATHS_TO_REJECT, Sample, Schedule, backoff
@@ -35,23 +34,12 @@ FREE_OF_CHARGE = ("disk_full", "backpressure", "server_gone")
 class Timing:
     """Seconds. ``turn``: longest wait for a reply before looking at the journals; ``settle``: how long the rows of an
     answered request may stay away while the taps write nothing at all; ``pause``: wait on a full disk; ``probe``:
-    between two looks at a server that is away; ``give_up``: ``time.monotonic()`` at which to stop trying, for ever by
-    default."""
+    between two looks at a server that is away."""
 
     turn: float = 0.05
     settle: float = 60.0
     pause: float = 10.0
     probe: float = 1.0
-    give_up: float = math.inf
-
-    def check(self, doing: str) -> None:
-        """Raise ``OutOfTime`` when it is time to give up."""
-        if time.monotonic() > self.give_up:
-            raise OutOfTime(doing)
-
-
-class OutOfTime(Exception):
-    """The caller's time is over; the text says what was still waited for."""
 
 
 @dataclass
@@ -118,7 +106,6 @@ class Loop:
         """Work to the end."""
         with self.attempts:
             while self.open or self.rejects:
-                self.timing.check(self.detail or f"{len(self.open)} samples are not through")
                 self.step()
             self.reporter.progress.in_flight = 0
 
@@ -225,7 +212,7 @@ class Loop:
         if sum(piece.rows for piece in captured.pieces) < sample.tokens:
             return None
         ids, _ = self.share.read_sample(sample)
-        return join(captured.pieces, ids, len(self.spec.capture.layers) + 1)
+        return join(captured.pieces, ids, self.spec.capture.slots)
 
     def _commit(self) -> None:
         """Rejects and whole samples become lines; only then are they settled."""
@@ -256,7 +243,7 @@ class Loop:
         living = {launch_id for launch_id, launch in launches.items() if launch.lives()}
         for sent in waiting:
             captured = self.journals.captured.get(str(sent.rid))
-            rows = missing_rows(captured.pieces if captured else [], sent.sample.tokens)
+            rows = coverage(captured.pieces if captured else [], sent.sample.tokens, self.spec.capture.slots).missing
             if sent.launch.launch_id not in living:
                 self._server_away("its process ended")
                 self._failed(sent, "server_gone", f"{rows} were not written before the server ended")

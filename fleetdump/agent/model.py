@@ -9,6 +9,8 @@ from typing import Any, Dict
 
 from fleetdump.agent.protocol import AgentFailure, ModelFacts
 
+UNKNOWN = "unknown"
+"""What the config.json does not say."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -42,12 +44,21 @@ def read_model(path: str) -> ModelFacts:
     digest.update(json.dumps(list(zip(names, sizes))).encode())
     text = _text_config(config)
     return ModelFacts(
-        architecture=str((config.get("architectures") or ["unknown"])[0]),
+        architecture=str((config.get("architectures") or [UNKNOWN])[0]),
         num_layers=int(text.get("num_hidden_layers", 0)),
         hidden_size=int(text.get("hidden_size", 0)),
-        dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "unknown"),
+        dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or UNKNOWN),
         sha256=digest.hexdigest(),
     )
+
+
+def vocabulary_size(path: str) -> int:
+    """Ids that the model at ``path`` knows; 0 when no config.json there says."""
+    try:
+        with open(os.path.join(os.path.expanduser(path), "config.json"), "rb") as file:
+            return int(_text_config(json.load(file)).get("vocab_size", 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def _text_config(config: Dict[str, Any]) -> Dict[str, Any]:

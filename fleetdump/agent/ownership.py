@@ -65,9 +65,19 @@ def own_files(state: State, folder: Path) -> OwnFiles:
         writers = {writer for writer in writers if evidence.covers(folder, writer)}
         norms = evidence.norms | {norm_name(writer.server, writer.instance) for writer in writers}
         files = [(path, name) for path, name in files if name.writer in writers or path.name in norms]
-    files.sort(key=lambda item: (item[1].kind == "journal", item[0].name))
+    return _by_writer(files)
+
+
+def rank_files(folder: Path) -> OwnFiles:
+    """What the ranks of a self-check wrote into ``folder``, its run's ``RANKS_FOLDER``."""
+    return _by_writer(_named(folder) if folder.is_dir() and not folder.is_symlink() else [])
+
+
+def _by_writer(files: List[Tuple[Path, FileName]]) -> OwnFiles:
+    files = sorted(files, key=lambda item: (item[1].kind == "journal", item[0].name))
+    writers = sorted({name.writer for _, name in files if name.writer is not None}, key=str)
     return OwnFiles(
-        {writer: [path for path, name in files if name.writer == writer] for writer in sorted(writers, key=str)},
+        {writer: [path for path, name in files if name.writer == writer] for writer in writers},
         [path for path, name in files if name.writer is None],
     )
 

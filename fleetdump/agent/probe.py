@@ -40,7 +40,13 @@ def questions_for(args: ProbeArgs, ctx: AgentContext) -> List[Question]:
     engines = interpreters(args.servers)
     ask = partial(checks.check_engine, spec=args.patch, ctx=ctx, delivery=args.delivery)
     questions = [Question("engine", 60.0, partial(ask, e, models_of(args.servers, e))) for e in engines]
+    for one in engines:
+        mine = [server for server in args.servers if server.interpreter == one]
+        shared = partial(checks.check_shared, one, mine, ctx.state, args.delivery)
+        questions += [Question("shared", 20.0, shared)] if args.patch is not None else []
     for number, server in enumerate(args.servers):
+        if args.patch is not None:
+            questions.append(Question("arguments", 20.0, partial(checks.check_arguments, server, args.patch)))
         layers = args.layers if number == 0 else []
         questions.append(Question("model", 20.0, partial(checks.check_model, server, layers)))
         questions.append(Question("port", 10.0, partial(checks.check_port, server, ctx.state)))

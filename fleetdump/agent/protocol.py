@@ -114,6 +114,8 @@ class Request:
     """user@controller, for the lock and the audit log; never a secret."""
     body_lines: int = 0
     protocol: int = PROTOCOL_VERSION
+    lock_wait: float = 0.0
+    """Seconds that a verb which changes the host waits for another's change to end."""
 
 
 @dataclass
@@ -159,9 +161,19 @@ class ServerSpec:
     host: str = "127.0.0.1"
     tp: int = 1
     dp: int = 1
+    pp: int = 1
     gpus: List[int] = field(default_factory=list)
     args: List[str] = field(default_factory=list)
     env: Dict[str, str] = field(default_factory=dict)
+    without: List[str] = field(default_factory=list)
+    """Flags that a patch would add and that this server shall do without."""
+
+    @property
+    def ranks(self) -> int:
+        """Its scheduler processes: ``dp`` replicas of ``pp`` stages of ``tp`` ranks. Data parallelism inside attention
+        alone (``--enable-dp-attention``) makes no replicas, it divides the ``tp`` ranks."""
+        replicas = 1 if "--enable-dp-attention" in self.args else self.dp
+        return self.tp * self.pp * replicas
 
     @property
     def interpreter(self) -> Interpreter:
@@ -193,6 +205,11 @@ class CaptureSpec:
     header_bytes: int = 256 << 10
     idle_close_seconds: float = 2.0
     queue_bytes: int = 2 << 30
+
+    @property
+    def slots(self) -> int:
+        """States that are kept of a token: one for each of ``layers``, and the final one."""
+        return len(self.layers) + 1
 
 
 @dataclass
@@ -242,12 +259,44 @@ DELIVERIES = ("in-place", "import-hook")
 
 @dataclass
 class ReleaseArg:
-    """A flag that servers with the patch get on the releases of a closed range (an empty bound is open)."""
+    """A flag that servers with the patch get on the releases of a closed range (an empty bound is open).
+
+    That it took effect is seen by ``shows`` (names in /server_info, dots go deeper, with the text of the value that
+    must stand there: ``true``, ``none``, ``disabled``) and by ``unlogged`` (regular expressions that no line of the log
+    may fit). ``optional`` says why a server may do without the flag (``ServerSpec.without``), from release
+    ``optional_from`` on; empty: it may not."""
 
     flag: str
     first_release: str = ""
     last_release: str = ""
     why: str = ""
+    shows: Dict[str, str] = field(default_factory=dict)
+    unlogged: List[str] = field(default_factory=list)
+    optional: str = ""
+    optional_from: str = ""
+
+
+@dataclass
+class RefusedArg:
+    """Options (the names that releases have for one thing) with which the patch would be wrong, unless their value is
+    one of ``allowed``. Also what /server_info says under their names (``--attn-cp-size`` is ``attn_cp_size``) must be
+    unset, or allowed."""
+
+    flags: List[str]
+    why: str
+    allowed: List[str] = field(default_factory=list)
+
+
+@dataclass
+class Expectation:
+    """What a server must say of itself: ``fields`` maps names in /server_info to the texts that are right there, and
+    no line of the log may fit one of ``unlogged``. Not ``required``: a field may also be absent or unset."""
+
+    flag: str
+    why: str
+    fields: Dict[str, List[str]]
+    required: bool
+    unlogged: List[str] = field(default_factory=list)
 
 
 @dataclass
@@ -258,8 +307,9 @@ class PatchSpec:
     counts as ready (empty: none).
 
     ``architectures`` maps what a model's config.json may name to modules, of which the first that has an edit for the
-    engine's release is patched; ``refused`` maps it to the reason why the patch is wrong for such a model. Servers get
-    ``server_args`` on every release and ``release_args`` on theirs. ``agent/applicable.py`` makes the choice."""
+    engine's release is patched; ``refused`` maps it to the reason why the patch is wrong for such a model
+    (``agent/applicable.py`` chooses). Servers get ``server_args`` on every release and ``release_args`` on theirs, and
+    may have none of ``refused_args`` (``agent/flagrules.py``)."""
 
     name: str
     version: str
@@ -273,6 +323,7 @@ class PatchSpec:
     release_args: List[ReleaseArg] = field(default_factory=list)
     architectures: Dict[str, List[str]] = field(default_factory=dict)
     refused: Dict[str, str] = field(default_factory=dict)
+    refused_args: List[RefusedArg] = field(default_factory=list)
 
 
 @dataclass
@@ -330,7 +381,7 @@ class PatchState:
 @dataclass
 class ServerState:
     """A server of ours, as it is now. ``state``: absent, starting, ready, stopped, died; broken: its record cannot be
-    read, ``detail`` says why and what to do."""
+    read, ``detail`` says why and what to do. ``detail`` of another says which settings its patch misses, if any."""
 
     name: str
     state: str
@@ -461,6 +512,25 @@ class LaunchResult:
     log: str
     added_args: List[str] = field(default_factory=list)
     """What the patch added to the server's own arguments, for this release."""
+    architecture: str = ""
+    """The model class that each rank must load; empty where the model cannot be looked at (a hub name)."""
+
+
+@dataclass
+class SettingsArgs:
+    """Ask a ready server whether it has the settings that its patch needs."""
+
+    server: str
+
+
+@dataclass
+class SettingsResult:
+    """``faults`` names each flag that did not take effect, or must not be on; the server's record keeps it, and a
+    server with faults gets no work."""
+
+    faults: List[str] = field(default_factory=list)
+    checked: int = 0
+    """Settings that were looked at."""
 
 
 @dataclass
@@ -573,6 +643,34 @@ class LogsResult:
     log: str
     lines: int
     tail: List[str] = field(default_factory=list)
+
+
+@dataclass
+class AuditArgs:
+    """The last ``entries`` lines of the host's audit log."""
+
+    entries: int = 50
+
+
+@dataclass
+class AuditEntry:
+    """One verb that changed the host: when it began (Unix time), who asked for it, with what, and how it ended."""
+
+    t: float
+    operator: str
+    verb: str
+    args: Dict[str, Any]
+    ok: bool
+    seconds: float
+    v: int = 1
+
+
+@dataclass
+class AuditResult:
+    """The oldest first. ``holder`` says who changes the host now, empty when nobody does."""
+
+    entries: List[AuditEntry] = field(default_factory=list)
+    holder: str = ""
 
 
 # --------------------------------------------------------------------------- extraction
@@ -710,18 +808,17 @@ class FetchResult:
 
 @dataclass
 class SelfCheckArgs:
-    """Send a few prompts through the tap and judge what was written (rows, ids, finite, not constant, logits)."""
+    """Send a few prompts through the tap of a server that captures so, and judge what was written."""
 
     server: str
     capture: CaptureSpec
-    prompts: List[str] = field(default_factory=list)
-    tolerance: float = 0.05
-    """Largest allowed difference of log-probabilities between lm_head(norm(final row)) and the server's own."""
 
 
 @dataclass
 class SelfCheckResult:
-    """``passed`` is False with the first reason in ``detail``."""
+    """``passed`` is False with the first reason in ``detail``. ``checks`` has one finding a check, ``causes`` the codes
+    of the likely causes of those that failed; ``max_logprob_diff`` is that of lm_head over the captured final states
+    against the server's own tokens."""
 
     passed: bool
     prompts: int
@@ -729,6 +826,8 @@ class SelfCheckResult:
     max_logprob_diff: float
     detail: str = ""
     checks: List[Finding] = field(default_factory=list)
+    causes: List[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 # --------------------------------------------------------------------------- status, clean
@@ -789,6 +888,7 @@ VERBS = (
     "revert",
     "launch",
     "watch",
+    "settings",
     "evidence",
     "stop",
     "logs",

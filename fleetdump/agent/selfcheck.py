@@ -1,51 +1,53 @@
-"""``selfcheck``: send a few prompts through the server and its tap, and judge what was written.
+"""``selfcheck``: send a few prompts to a server that captures, and judge what its tap wrote.
 
-The prompts go the whole way of an extraction, as a run of their own that is removed at the end: so rows, ids and hashes
-are checked by the driver itself. The worker then computes log-probabilities from the captured final state and compares
-them with the server's own. That proves the final state; the layers before it are compared with each other.
+The prompts (``selfcheck_prompts``) make a run of their own, which is removed at the end. The taps' journals say whether
+every row came (``selfcheck_capture``), the worker measures the tensors, and ``selfcheck_rules`` says what all of it
+means. Nothing of the server is changed.
 """
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import json
+import os
 import secrets
 import shutil
 import subprocess
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from fleetdump.agent.access import authorization
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.driver import work, worker_environment
-from fleetdump.agent.formats import SELFCHECK_PREFIX, row_line
+from fleetdump.agent.driver import worker_environment
+from fleetdump.agent.formats import SELFCHECK_PREFIX, norm_name
 from fleetdump.agent.gate import capture_mismatch
-from fleetdump.agent.generate import post
-from fleetdump.agent.jsonl import read_lines
-from fleetdump.agent.loop import Timing
-from fleetdump.agent.protocol import AgentFailure, Finding, SelfCheckArgs, SelfCheckResult
+from fleetdump.agent.generate import Headers, Reply, context_length, post, server_info
+from fleetdump.agent.model import vocabulary_size
+from fleetdump.agent.procfs import is_alive
+from fleetdump.agent.protocol import AgentFailure, SelfCheckArgs, SelfCheckResult, from_json, to_json
+from fleetdump.agent.selfcheck_capture import CheckCapture
+from fleetdump.agent.selfcheck_facts import CapturedPrompt, Facts, Measured, MeasureJob, PromptFate, RankCopy
+from fleetdump.agent.selfcheck_prompts import LARGE, SMALL, Plan, Prompt, plan
+from fleetdump.agent.selfcheck_rules import causes_of, judge
 from fleetdump.agent.server import PASSED, ServerRecord, load_record, save_record
-from fleetdump.agent.share import Share, ShareSpec
 
-TOP_LOGPROBS = 5
+SETTLE_SECONDS = 10.0
+"""Rows of which no journal has said anything new for so long do not come."""
+CLOSE_SECONDS = 15.0
+"""So long a tap may take to close its shards before the run is removed under it."""
+POLL_SECONDS = 0.1
 MARGIN_SECONDS = 5.0
-SENTENCE = "The lighthouse keeper wrote down the weather every evening, and in spring the ships came back. "
-DEFAULT_PROMPTS = [
-    "A",
-    "Hello there!",
-    SENTENCE,
-    SENTENCE * 3,
-    "Numbers: " + " ".join(map(str, range(120))),
-    SENTENCE * 12,
-]
-"""From one token to about 1,200 characters."""
 
 
 def selfcheck(args: SelfCheckArgs, ctx: AgentContext) -> SelfCheckResult:
     """Check one server that is ready; nothing of the check is left behind but its outcome in the server's record."""
     record = _capturing_server(args, ctx.state)
-    result = _check(record, args, ctx)
+    began = time.monotonic()
+    with _run_of_its_own(record, args, ctx.state) as directory:
+        result = _Check(record, args, ctx, directory).result()
+    result.seconds = time.monotonic() - began
     current = load_record(ctx.state, args.server)
     if current is not None and current.launch_id == record.launch_id:
         current.selfcheck = PASSED if result.passed else result.detail
@@ -53,99 +55,153 @@ def selfcheck(args: SelfCheckArgs, ctx: AgentContext) -> SelfCheckResult:
     return result
 
 
-def _check(record: ServerRecord, args: SelfCheckArgs, ctx: AgentContext) -> SelfCheckResult:
-    run = f"{SELFCHECK_PREFIX}{record.launch_id}-{secrets.token_hex(2)}"
-    _remove_old(args, ctx.state)
-    share = Share(ctx.state.share(run, args.server))
-    try:
-        prompts = args.prompts or DEFAULT_PROMPTS
-        _put_prompts(share, args, prompts)
-        work(ctx.state, share, Timing(settle=20.0, give_up=time.monotonic() + ctx.remaining() - MARGIN_SECONDS))
-        lines, _ = read_lines(share.manifest)
-        checks = [_captured(share, lines, prompts)]
-        diff = 0.0
-        if lines:
-            verdict = _judge(record, share, lines, args, ctx)
-            diff = float(verdict["max_logprob_diff"])
-            checks += [Finding(**finding) for finding in verdict["findings"]]
-        return _result(checks, len(prompts), sum(line["tokens"] for line in lines), diff)
-    finally:
-        _remove(share, Path(args.capture.dir).expanduser() / run)
-
-
 def _capturing_server(args: SelfCheckArgs, state: State) -> ServerRecord:
     record = load_record(state, args.server)
     if record is None:
         raise AgentFailure("not_found", f"server {args.server} was never launched here", next_step="fleetdump deploy")
+    if record.stopped_at or not is_alive(record.pid, record.start_time):
+        raise AgentFailure("conflict", f"server {args.server} does not run", next_step="fleetdump deploy")
     mismatch = capture_mismatch(record, args.capture)
     if mismatch:
         raise AgentFailure("conflict", mismatch, next_step="fleetdump deploy --replace --patch hidden-states")
     return record
 
 
-def _put_prompts(share: Share, args: SelfCheckArgs, prompts: List[str]) -> None:
-    rows = b"".join(row_line({"id": f"prompt-{n}", "text": text}) for n, text in enumerate(prompts))
-    share.rows.write_bytes(rows)
-    share.save_spec(
-        ShareSpec(
-            run=share.run,
-            server=share.server,
-            share_sha256=hashlib.sha256(rows).hexdigest(),
-            rows=len(prompts),
-            capture=args.capture,
-            max_tokens=0,
-            token_budget=1 << 30,
-            max_attempts=2,
-            engine="",
-            patch_sha256="",
-            model_sha256="",
-            submitted_at=time.time(),
-        )
-    )
+@contextmanager
+def _run_of_its_own(record: ServerRecord, args: SelfCheckArgs, state: State) -> Iterator[Path]:
+    """Directory of a run that no other check of this server touches, removed at the end; what a check that was killed
+    left is removed first. A folder among the state's runs says that it is ours."""
+    root = Path(args.capture.dir).expanduser()
+    path = state.server(args.server) / "selfcheck.lock"
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise AgentFailure(
+                "locked", f"another self-check of {args.server} runs", where=str(path), next_step="wait for its end"
+            ) from error
+        for left_over in (state.root / "runs").glob(f"{SELFCHECK_PREFIX}*/{args.server}"):
+            _remove(root, left_over)
+        run = f"{SELFCHECK_PREFIX}{record.launch_id}-{secrets.token_hex(2)}"
+        mark = state.share(run, args.server)
+        try:
+            yield root / run
+        finally:
+            _remove(root, mark)
 
 
-def _captured(share: Share, lines: List[Dict[str, Any]], prompts: List[str]) -> Finding:
-    """Did every prompt come out with all its rows, under its own ids?"""
-    if len(lines) == len(prompts):
-        tokens = sum(line["tokens"] for line in lines)
-        return Finding("captured", "ok", f"{len(lines)} prompts, {tokens} rows, each under the ids that were sent")
-    rejected, _ = read_lines(share.rejected)
-    reasons = [f"{line['id']}: {line['reason']} ({line['detail']})" for line in rejected]
-    why = "; ".join(reasons[:3]) or share.progress().detail
-    text = f"{len(lines)} of {len(prompts)} prompts were captured: {why}"
-    return Finding("captured", "blocker", text, "look at the server's log for 'fleetdump-tap'")
+def _remove(capture: Path, mark: Path) -> None:
+    """The run whose folder ``mark`` is: its tensors first."""
+    shutil.rmtree(str(capture / mark.parent.name), ignore_errors=True)
+    shutil.rmtree(str(mark.parent), ignore_errors=True)
 
 
-def _judge(
-    record: ServerRecord, share: Share, lines: List[Dict[str, Any]], args: SelfCheckArgs, ctx: AgentContext
-) -> Dict[str, Any]:
-    """The worker's findings on the captured tensors."""
-    spec = share.spec()
-    assert spec is not None
-    ids = {sample.id: data["ids"] for sample, data in share.scan_work() if sample is not None}
-    job = {
-        "model_path": record.model_path,
-        "directory": str(spec.directory),
-        "layers": args.capture.layers,
-        "tolerance": args.tolerance,
-        "samples": [
-            {
-                "id": line["id"],
-                "pieces": [[piece["shard"], piece["name"]] for piece in line["pieces"]],
-                "norm": line["norm"],
-                "top": _server_logprobs(record, ids[line["id"]]),
-            }
-            for line in lines
-        ],
-    }
+class _Check:
+    """One check of one server."""
+
+    def __init__(self, record: ServerRecord, args: SelfCheckArgs, ctx: AgentContext, directory: Path):
+        self._record = record
+        self._layers = args.capture.layers
+        self._ctx = ctx
+        self._headers: Headers = authorization(record.pid, record.start_time)
+        context = context_length(record.port, self._headers)
+        ranks = attention_ranks(server_info(record.port, self._headers), record.tp)
+        self._plan: Plan = plan(vocabulary_size(record.model_path), context)
+        self._capture = CheckCapture(directory, record.name, self._plan, args.capture.slots, ranks)
+        self._fates = {
+            prompt.name: PromptFate(prompt.name, len(prompt.ids), self._plan.forward_tokens(prompt))
+            for prompt in self._plan.prompts
+        }
+        self._answers: Dict[str, Any] = {}
+
+    def result(self) -> SelfCheckResult:
+        """Send, wait, measure, judge."""
+        for prompt in self._plan.alone():
+            self._send([prompt])
+        for batch in (SMALL, LARGE):
+            self._send(self._plan.batch(batch))
+        self._refuse_silence()
+        self._wait_for_rows()
+        captured = self._captured()
+        ranks, copies = self._capture.compare_ranks()
+        facts = Facts(self._layers, list(self._fates.values()), ranks, shortened=self._plan.shortened)
+        if captured:
+            facts.measured = self._measure(captured, copies)
+        self._wait_for_closing()
+        return _result(facts)
+
+    def _send(self, prompts: List[Prompt]) -> None:
+        """One request, with the log-probability of the token that it generates."""
+        body = request_body([self._capture.rid(prompt) for prompt in prompts], [prompt.ids for prompt in prompts])
+        timeout = max(1.0, self._ctx.remaining() - MARGIN_SECONDS)
+        reply = post(self._record.port, "/generate", body, self._headers, timeout)
+        answers = reply.data if isinstance(reply.data, list) else []
+        for n, prompt in enumerate(prompts):
+            if reply.status == 200 and n < len(answers):
+                self._answers[prompt.name] = answers[n]
+            else:
+                self._fates[prompt.name].error = _why(reply)
+
+    def _refuse_silence(self) -> None:
+        """A server that answers nothing has not failed its check: there was none."""
+        if not self._answers:
+            why = next(fate.error for fate in self._fates.values())
+            raise AgentFailure(
+                "failed",
+                f"server {self._record.name} answers no request",
+                where=f"port {self._record.port}",
+                why=why,
+                next_step="fleetdump diagnose; wait for the start to end",
+            )
+
+    def _wait_for_rows(self) -> None:
+        """Until nothing more is to come, or nothing has come for a while."""
+        news = time.monotonic()
+        while self._ctx.remaining() > MARGIN_SECONDS:
+            if self._capture.poll():
+                news = time.monotonic()
+            answered = [prompt for prompt in self._plan.prompts if not self._fates[prompt.name].error]
+            if all(map(self._capture.is_settled, answered)) or time.monotonic() - news > SETTLE_SECONDS:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _captured(self) -> List[CapturedPrompt]:
+        """Prompts of which every row is there; the others' fates say why not."""
+        found = []
+        for prompt in self._plan.prompts:
+            fate = self._fates[prompt.name]
+            pieces = self._capture.settle_fate(prompt, fate)
+            if pieces is not None and fate.whole:
+                token, logprob = next_token(self._answers.get(prompt.name))
+                found.append(
+                    CapturedPrompt(prompt.name, prompt.ids, pieces, token, logprob, prompt.batch, prompt.same_as)
+                )
+        return found
+
+    def _measure(self, captured: List[CapturedPrompt], copies: List[RankCopy]) -> Measured:
+        record = self._record
+        norm = norm_name(record.name, record.launch_id)
+        directory = str(self._capture.directory)
+        job = MeasureJob(record.model_path, directory, self._layers, norm, captured, copies)
+        return run_worker(record, job, max(1.0, self._ctx.remaining() - MARGIN_SECONDS / 2))
+
+    def _wait_for_closing(self) -> None:
+        """A run that is removed under a tap's open shard would leave errors in the server's log."""
+        give_up = time.monotonic() + min(CLOSE_SECONDS, self._ctx.remaining() - MARGIN_SECONDS)
+        while self._capture.open_shards() and time.monotonic() < give_up:
+            time.sleep(POLL_SECONDS)
+
+
+def run_worker(record: ServerRecord, job: MeasureJob, seconds: float) -> Measured:
+    """The worker's numbers, by the server's interpreter; raises ``AgentFailure`` when it cannot give them in time."""
     try:
         done = subprocess.run(
             [record.python, "-m", "fleetdump.worker.selfcheck"],
-            input=json.dumps(job).encode(),
+            input=json.dumps(to_json(job)).encode(),
             capture_output=True,
             env=worker_environment(record),
             cwd="/",
-            timeout=max(1.0, ctx.remaining() - MARGIN_SECONDS / 2),
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired as error:
         raise AgentFailure(
@@ -154,40 +210,46 @@ def _judge(
     if done.returncode:
         tail = "\n".join(done.stderr.decode("utf-8", "replace").splitlines()[-5:])
         raise AgentFailure("failed", "the numeric check could not run", where=record.python, why=tail)
-    verdict: Dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return verdict
+    return from_json(Measured, json.loads(done.stdout.splitlines()[-1]))
 
 
-def _server_logprobs(record: ServerRecord, ids: List[int]) -> List[Tuple[float, int]]:
-    """The server's own best next tokens after ``ids``: (log-probability, token id). The request has no rid of ours, so
-    the tap leaves it alone; only output log-probabilities are asked for."""
-    body = {
-        "input_ids": ids,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-        "return_logprob": True,
-        "top_logprobs_num": TOP_LOGPROBS,
-    }
-    headers = authorization(record.pid, record.start_time)
-    reply = post(record.port, "/generate", body, headers, timeout=120.0)
+def request_body(rids: List[str], ids: List[List[int]]) -> Dict[str, Any]:
+    """Several prompts in one request, as ``generate.prefill`` sends each, and their next tokens' log-probabilities. One
+    extra key for all: before 0.5.14 SGLang does not tell a list of them apart."""
+    sampling = {"max_new_tokens": 1, "temperature": 0}
+    return {"input_ids": ids, "rid": rids, "extra_key": rids[0], "sampling_params": sampling, "return_logprob": True}
+
+
+def attention_ranks(info: Dict[str, Any], tp: int) -> int:
+    """How many ranks hold each row, from /server_info (``tp`` where it does not say): the tensor-parallel ones over
+    the groups that have requests of their own."""
+
+    def number(key: str, default: int = 1) -> int:
+        value = info.get(key)
+        return value if isinstance(value, int) and value > 0 else default
+
+    # From 0.5.22 on either of the two spellings is there, and the other one is 1.
+    groups = max(number("attn_dp_size"), number("dp_size") if info.get("enable_dp_attention") else 1)
+    return max(1, number("tp_size", tp) // (groups * number("attn_cp_size")))
+
+
+def next_token(answer: Any) -> Tuple[int, float]:
+    """Token and log-probability of the server's answer; -1 when it has none."""
     try:
-        top = reply.data["meta_info"]["output_top_logprobs"][0]
-        return [(float(entry[0]), int(entry[1])) for entry in top]
-    except (TypeError, KeyError, IndexError, ValueError) as error:
-        why = f"HTTP {reply.status} {reply.detail}".strip()
-        raise AgentFailure("failed", "the server gives no log-probabilities to compare with", why=why) from error
+        logprob, token = answer["meta_info"]["output_token_logprobs"][0][:2]
+        return int(token), float(logprob)
+    except (TypeError, KeyError, IndexError, ValueError):
+        return -1, 0.0
 
 
-def _result(checks: List[Finding], prompts: int, rows: int, diff: float) -> SelfCheckResult:
-    bad: Optional[Finding] = next((check for check in checks if check.level == "blocker"), None)
-    return SelfCheckResult(bad is None, prompts, rows, diff, bad.text if bad else "", checks)
+def _why(reply: Reply) -> str:
+    return f"HTTP {reply.status} {reply.detail}".strip() if reply.status else reply.detail
 
 
-def _remove_old(args: SelfCheckArgs, state: State) -> None:
-    """What a check that was killed left of this server."""
-    for root in (state.root / "runs").glob(f"{SELFCHECK_PREFIX}*/{args.server}"):
-        _remove(Share(root), Path(args.capture.dir).expanduser() / root.parent.name)
-
-
-def _remove(share: Share, directory: Path) -> None:
-    shutil.rmtree(str(directory), ignore_errors=True)
-    shutil.rmtree(str(share.root.parent), ignore_errors=True)
+def _result(facts: Facts) -> SelfCheckResult:
+    checks = judge(facts)
+    bad: Optional[str] = next((check.text for check in checks if check.level == "blocker"), None)
+    difference = facts.measured.head.largest_difference if facts.measured else 0.0
+    rows = sum(fate.rows for fate in facts.prompts)
+    causes = causes_of(facts, checks)
+    return SelfCheckResult(bad is None, len(facts.prompts), rows, difference, bad or "", checks, causes)

@@ -172,7 +172,7 @@ class Share:
         give_up = time.monotonic() + seconds
         while True:
             driver = self.driver()
-            # A driver of this very process (a self-check has one) must not end it.
+            # A driver that runs in this very process must not end it.
             if driver is not None and driver.pid != os.getpid() and is_alive(driver.pid, driver.start_time):
                 with suppress(ProcessLookupError):
                     os.killpg(driver.pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ What it decides is in pure functions: ``judge`` here, ``progress`` for the stall
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -74,25 +75,39 @@ def judge(args: WatchArgs, now: Situation) -> Optional[Tuple[str, str]]:
         return "wrong_model", _wrong_model(args.expect_class, wrong, marks)
     if marks.crashed or now.lost or not now.launcher_alive:
         return ("died", _death(now)) if now.since_death >= SETTLE_SECONDS else None
+    if args.mark and marks.refused:
+        return "no_mark", f"the patch refuses to work: {'; '.join(sorted(set(marks.refused.values())))}"
     if not (marks.ready and now.answers):
         return None
-    missing = _without_mark(args, marks)
-    if not missing:
+    without_mark = max(0, args.ranks - len(marks.marked)) if args.mark else 0
+    without_class = max(0, args.ranks - len(marks.classes)) if args.expect_class else 0
+    if not without_mark and not without_class:
         return "ready", ""
     if now.since_ready < MARK_SECONDS:
         return None
-    return "no_mark", f"the server is ready, but {missing} of {args.ranks} ranks never logged the patch's mark"
+    if without_mark:
+        return "no_mark", f"the server is ready, but {without_mark} of {args.ranks} ranks never logged the patch's mark"
+    said = f"{without_class} of {args.ranks} ranks never said which model class they loaded (Load weight end. type=)"
+    return "wrong_model", f"the server is ready, but {said}; expected {args.expect_class}"
 
 
 def _wrong_model(expected: str, wrong: Dict[str, str], marks: LogMarks) -> str:
     loaded = ", ".join(f"{rank} loaded {name}" for rank, name in wrong.items())
-    reasons = sorted({why for module, why in marks.ignored_imports.items() if ".models." in module})
-    hint = f"; imports of model files that failed: {'; '.join(reasons[:3])}" if marks.fallbacks and reasons else ""
+    failed = [module for module in marks.ignored_imports if ".models." in module]
+    # Many model files fail on any host, for want of some optional package: those named like the model tell.
+    failed.sort(key=lambda module: (-_likeness(module, expected), module))
+    reasons: Dict[str, str] = {}
+    for module in failed:
+        reasons.setdefault(marks.ignored_imports[module], module.rpartition(".")[2])
+    told = "; ".join(f"{module}: {why}" for why, module in list(reasons.items())[:3])
+    hint = f"; imports of model files that failed: {told}" if marks.fallbacks and told else ""
     return f"expected {expected}, but {loaded}{hint}"
 
 
-def _without_mark(args: WatchArgs, marks: LogMarks) -> int:
-    return max(0, args.ranks - len(marks.marked)) if args.mark else 0
+def _likeness(module: str, model_class: str) -> int:
+    """How many letters a module's name and a class's have in common from the beginning."""
+    pairs = zip(module.rpartition(".")[2].replace("_", ""), model_class.lower())
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _death(now: Situation) -> str:

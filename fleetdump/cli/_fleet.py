@@ -35,6 +35,7 @@ class FleetOptions:
     as_json: bool
     accept_new: bool
     jobs: int
+    lock_wait: float = 0.0
 
     def select(self, read_only: bool) -> list[HostConfig]:
         """The hosts that the command is for; read-only commands may name hosts that the inventory lacks."""
@@ -42,7 +43,12 @@ class FleetOptions:
         return _selected(inventory, self, read_only)
 
     def connect_options(self) -> ConnectOptions:
-        return ConnectOptions(accept_new=self.accept_new, operator=operator())
+        return ConnectOptions(
+            accept_new=self.accept_new,
+            operator=operator(),
+            lock_wait=self.lock_wait,
+            on_locked=lambda host, text: show_event(host, {"event": "step", "text": text}),
+        )
 
 
 def operator() -> str:
@@ -87,12 +93,23 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
         as_json: bool,
         accept_new: bool,
         jobs: int,
+        lock_wait: float = 0.0,
         **kwargs: Any,
     ) -> Any:
-        options = FleetOptions(inventory, host, exclude, ad_hoc, as_json, accept_new, jobs)
+        options = FleetOptions(inventory, host, exclude, ad_hoc, as_json, accept_new, jobs, lock_wait)
         return command(options, *args, **kwargs)
 
     return wrapper
+
+
+lock_wait_option = click.option(
+    "--lock-wait",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Wait so long for another operator's change of a host to end, instead of giving up at once (exit code 5).",
+)
+"""For commands that change hosts; beside ``fleet_options``, which takes its value."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,7 @@ def run(options: FleetOptions, verb: Verb, function: Callable[[Host], Any]) -> N
         options.select(verb.read_only),
         function,
         limit=options.jobs,
-        deadline=verb.deadline,
+        deadline=verb.deadline + options.lock_wait,
         options=options.connect_options(),
         on_outcome=report.add,
     )

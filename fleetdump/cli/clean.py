@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from fleetdump.agent.protocol import CleanResult
-from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, run
+from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, lock_wait_option, run
 from fleetdump.tasks.clean import clean as clean_on
 from fleetdump.views.console import out, size
 
@@ -22,6 +22,7 @@ def _show(host: str, result: CleanResult) -> None:
 @click.option("--data", is_flag=True, help="Also remove the shards (only what was collected).")
 @click.option("--discard-uncollected", is_flag=True, help="With --data: delete samples that exist nowhere else.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@lock_wait_option
 @fleet_options
 def clean(options: FleetOptions, data: bool, discard_uncollected: bool, runs_dir: Path) -> None:
     """Remove fleetdump's files from the hosts, after stop and revert.

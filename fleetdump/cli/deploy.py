@@ -6,16 +6,15 @@ from typing import get_args
 
 import click
 
-from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, run
-from fleetdump.patches import find_patch, load_patch
-from fleetdump.tasks.deploy import WATCH_LIMIT, Delivery, DeployPlan, DeployReport, OnStall
+from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, lock_wait_option, run
+from fleetdump.cli._patch import PatchChoice, patch_options
+from fleetdump.tasks.deploy import WATCH_LIMIT, DeployPlan, DeployReport, OnStall
 from fleetdump.tasks.deploy import deploy as deploy_host
 from fleetdump.views.hosts import show_deploy
 
 
 @click.command(short_help="Patch, launch, watch, self-check.")
-@click.option("--patch", default="hidden-states", show_default=True, help="Patch (name or folder) to apply.")
-@click.option("--no-patch", is_flag=True, help="Launch the engine as shipped; reverts a patch of ours.")
+@patch_options
 @click.option("--replace", is_flag=True, help="Stop our own running server first.")
 @click.option(
     "--on-stall",
@@ -24,23 +23,15 @@ from fleetdump.views.hosts import show_deploy
     show_default=True,
     help="After the evidence is taken: keep the server for a look, stop it, or stop it and revert the patch.",
 )
-@click.option(
-    "--delivery",
-    type=click.Choice(get_args(Delivery)),
-    default="in-place",
-    show_default=True,
-    help="Change SGLang's files, or none: a hook in the launched process rewrites the module as it is imported.",
-)
 @click.option("--force", is_flag=True, help="Patch files of SGLang that somebody else edited; revert gives them back.")
 @click.option("--no-selfcheck", is_flag=True, help="Do not send the few prompts that prove the captured numbers.")
+@lock_wait_option
 @fleet_options
 def deploy(
     options: FleetOptions,
-    patch: str,
-    no_patch: bool,
+    choice: PatchChoice,
     replace: bool,
     on_stall: OnStall,
-    delivery: Delivery,
     force: bool,
     no_selfcheck: bool,
 ) -> None:
@@ -56,8 +47,7 @@ def deploy(
       fleetdump deploy --patch ./patches/mine --no-selfcheck
       fleetdump deploy --delivery import-hook
     """
-    spec = None if no_patch else load_patch(find_patch(patch))
-    plan = DeployPlan(spec, replace, on_stall, not no_selfcheck, delivery, force)
+    plan = DeployPlan(choice.spec, replace, on_stall, not no_selfcheck, choice.delivery, force)
     run(
         options,
         Verb("deploy", show_deploy, code=DeployReport.exit_code, deadline=WATCH_LIMIT + 900),

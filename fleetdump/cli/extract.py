@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from fleetdump.agent.protocol import RunProgress
-from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options
+from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
 from fleetdump.dataset.rows import read_rows
 from fleetdump.errors import ExitCode
 from fleetdump.fleet import Host, fan_out
@@ -42,6 +42,7 @@ SHOWN_BROKEN = 5
 @click.option("--allow-failed-selfcheck", is_flag=True, help="Use servers whose self-check failed.")
 @click.option("--detach", is_flag=True, help="Start it and leave; call extract again to watch.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@lock_wait_option
 @fleet_options
 def extract(
     options: FleetOptions,

@@ -8,6 +8,7 @@ import sys
 import click
 
 from fleetdump import __version__
+from fleetdump.cli.audit import audit
 from fleetdump.cli.check import check
 from fleetdump.cli.clean import clean
 from fleetdump.cli.collect import collect
@@ -18,6 +19,7 @@ from fleetdump.cli.init import init
 from fleetdump.cli.logs import logs
 from fleetdump.cli.patches import patches
 from fleetdump.cli.revert import revert
+from fleetdump.cli.selfcheck import selfcheck
 from fleetdump.cli.status import status
 from fleetdump.cli.stop import stop
 from fleetdump.errors import ExitCode, FleetdumpError, of_local_file
@@ -53,7 +55,22 @@ def cli() -> None:
     """
 
 
-for _command in (init, check, deploy, status, logs, diagnose, extract, collect, stop, revert, clean, patches):
+for _command in (
+    init,
+    check,
+    deploy,
+    selfcheck,
+    status,
+    logs,
+    diagnose,
+    extract,
+    collect,
+    stop,
+    revert,
+    clean,
+    patches,
+    audit,
+):
     cli.add_command(_command)
 
 

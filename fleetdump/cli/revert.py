@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from fleetdump.agent.protocol import RevertResult
-from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, run
+from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, lock_wait_option, run
 from fleetdump.tasks.revert import revert as revert_on
 from fleetdump.views.console import out
 
@@ -21,6 +21,7 @@ def _show(host: str, results: list[RevertResult]) -> None:
 
 @click.command(short_help="Restore SGLang byte for byte.")
 @click.option("--force", is_flag=True, help="Also files that somebody edited after our patch; a copy is kept there.")
+@lock_wait_option
 @fleet_options
 def revert(options: FleetOptions, force: bool) -> None:
     """Take our patch out of SGLang again and verify the restored files.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from fleetdump.agent.protocol import StopResult
-from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, run
+from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, lock_wait_option, run
 from fleetdump.tasks.server import stop as stop_on
 from fleetdump.views.console import out
 
@@ -27,6 +27,7 @@ def _show(host: str, result: StopResult) -> None:
 
 @click.command(short_help="Stop our servers.")
 @click.option("--server", "servers", multiple=True, help="Only this server; may be repeated. Default: all of ours.")
+@lock_wait_option
 @fleet_options
 def stop(options: FleetOptions, servers: tuple[str, ...]) -> None:
     """Stop servers that fleetdump started (and no others), each verified by pid and start time.

@@ -17,6 +17,7 @@ from fleetdump.agent.formats import (
     ManifestLine,
     PieceRecord,
     ShardRecord,
+    coverage,
 )
 from fleetdump.agent.jsonl import read_journal
 from fleetdump.agent.tensorfile import Header, Tensor, crc32, read_header, tensor_bytes
@@ -185,23 +186,22 @@ def _check_sample(
     directory: Path, line: ManifestLine, readers: dict[str, ShardReader | None]
 ) -> Iterable[tuple[str, str]]:
     """(shard, what is wrong) for one sample."""
-    slots = len(line.layers["input"]) + 1
-    position = 0
+    found = coverage(line.pieces, line.tokens, len(line.layers["input"]) + 1)
+    for lack in (found.surplus, f"{found.missing} are missing" if found.missing else ""):
+        if lack:
+            yield line.pieces[-1].shard if line.pieces else "manifest", lack
     for piece in line.pieces:
-        if piece.start != position:
-            yield piece.shard, f"{piece.name} starts at {piece.start}, expected {position}"
-        position = piece.start + piece.rows
         reader = _reader(directory, piece.shard, readers)
         tensor = reader.tensors.get(piece.name) if reader else None
         if tensor is None:
             yield piece.shard, f"{piece.name} is not there"
-        elif tensor != Tensor(piece.name, line.dtype, [piece.rows, slots, line.hidden], piece.offset, piece.bytes):
+            continue
+        shape = [piece.rows, len(piece.slots), line.hidden]
+        if tensor != Tensor(piece.name, line.dtype, shape, piece.offset, piece.bytes):
             yield (
                 piece.shard,
                 f"{piece.name} is {tensor.dtype}{tensor.shape} at {tensor.offset}, not as the manifest says",
             )
-    if position != line.tokens:
-        yield line.pieces[-1].shard if line.pieces else "manifest", f"{position} of {line.tokens} tokens"
     yield from _check_tokens(directory, line, readers)
 
 

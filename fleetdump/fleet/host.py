@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,10 +30,13 @@ CALLS_AT_ONCE = 8
 @dataclass(frozen=True)
 class ConnectOptions:
     """``accept_new`` remembers unknown host keys in ``known_hosts`` (by default fleetdump's own file); changed keys are
-    refused always. ``operator`` (user@machine) goes into locks and audit lines on the host."""
+    refused always. ``operator`` (user@machine) goes into locks and audit lines on the host; ``lock_wait`` is how many
+    seconds a change waits for another operator's, which ``on_locked`` (host, text) tells."""
 
     accept_new: bool = False
     operator: str = ""
+    lock_wait: float = 0.0
+    on_locked: Callable[[str, str], None] = lambda _host, _text: None
     known_hosts: Path | None = None
 
 
@@ -41,11 +44,11 @@ class Host(invoke.Context):  # type: ignore[misc]
     """An open way to one host. It is an ``invoke.Context`` so that ``@task`` functions take it; ``config`` is the
     host's entry of the inventory. Close it, or use it as a context manager."""
 
-    def __init__(self, config: HostConfig, transport: Transport, operator: str = ""):
+    def __init__(self, config: HostConfig, transport: Transport, options: ConnectOptions):
         super().__init__()
         self._set(
             _host=config,
-            _operator=operator,
+            _options=options,
             _slots=threading.BoundedSemaphore(CALLS_AT_ONCE),
             _agent=Agent(
                 where=config.name,
@@ -74,7 +77,8 @@ class Host(invoke.Context):  # type: ignore[misc]
         """Run ``verb`` with the message ``args`` and return its ``result`` message.
 
         ``on_event`` gets each event frame as it comes; ``body`` is sent as lines of JSON; ``blob`` gets the frame and
-        the bytes of each blob. The agent ends itself after ``deadline`` seconds. Several threads may call at once.
+        the bytes of each blob. The agent ends itself after ``deadline`` seconds (and what it may wait for the lock).
+        Several threads may call at once.
         Raises ``HostError`` (with the agent's ``code``), ``LockedError``, or ``UnreachableError``, at most 5 s after
         the deadline.
         """
@@ -82,13 +86,23 @@ class Host(invoke.Context):  # type: ignore[misc]
             verb=verb,
             args=to_json(args),
             state_dir=self.config.state_dir,
-            deadline=deadline,
-            operator=self._operator,
+            deadline=deadline + self._options.lock_wait,
+            operator=self._options.operator,
             body_lines=len(body or ()),
+            lock_wait=self._options.lock_wait,
         )
         with self._slots:
-            data = call(self._agent, request, body or (), Handlers(on_event, blob))
+            data = call(self._agent, request, body or (), Handlers(self._events(on_event), blob))
         return from_json(result, data)
+
+    def _events(self, on_event: OnEvent | None) -> OnEvent:
+        def handle(event: dict[str, Any]) -> None:
+            if event.get("event") == "locked":
+                self._options.on_locked(self.config.name, str(event["text"]))
+            elif on_event is not None:
+                on_event(event)
+
+        return handle
 
     def close(self) -> None:
         """Close the connection; calls that are under way fail."""
@@ -105,10 +119,10 @@ def connect(config: HostConfig, options: ConnectOptions | None = None) -> Host:
     """Open the way to a host; raises ``UnreachableError`` with cause and next step."""
     options = options or ConnectOptions()
     if config.connection == "local":
-        return Host(config, LocalTransport(), options.operator)
+        return Host(config, LocalTransport(), options)
     known = _known_hosts(options.known_hosts or own_file())
     connection = open_connection(config, known=known, accept_new=options.accept_new)
-    return Host(config, SshTransport(connection), options.operator)
+    return Host(config, SshTransport(connection), options)
 
 
 @functools.cache

@@ -29,10 +29,13 @@ OWN_FLAGS = {
     "--data-parallel-size": "dp",
     "--dp-size": "dp",
     "--dp": "dp",
+    "--pipeline-parallel-size": "pp",
+    "--pp-size": "pp",
 }
 """Arguments of SGLang that have a key of their own here."""
 
 _INDEX = "{i}"
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*\Z")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _HARMLESS = re.compile(r"(?:[0-9.]+|true|false|)\Z", re.IGNORECASE)
 
@@ -50,14 +53,16 @@ class ServerTemplate:
     host: str = "127.0.0.1"
     tp: int = 1
     dp: int = 1
+    pp: int = 1
     gpus: tuple[int, ...] = ()
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    without: tuple[str, ...] = ()
 
     @property
     def gpus_each(self) -> int:
         """GPUs that one server takes: data parallelism multiplies them unless it is inside attention only."""
-        return self.tp if "--enable-dp-attention" in self.args else self.tp * self.dp
+        return self.tp * self.pp * (1 if "--enable-dp-attention" in self.args else self.dp)
 
     @property
     def on_cpu(self) -> bool:
@@ -76,9 +81,11 @@ class ServerTemplate:
                 host=self.host,
                 tp=self.tp,
                 dp=self.dp,
+                pp=self.pp,
                 gpus=list(self.gpus[i * each : (i + 1) * each]),
                 args=list(self.args),
                 env=dict(self.env),
+                without=list(self.without),
             )
 
 
@@ -121,8 +128,8 @@ def _check_gpus(reader: Reader, node: Node, what: str, template: ServerTemplate)
         need = template.replicas * template.gpus_each
         reader.fail(
             node,
-            f"{what}.gpus: {template.replicas} x {template.gpus_each} GPUs (tp {template.tp}, dp {template.dp}) are "
-            f"{need}, but the list has {len(template.gpus)}",
+            f"{what}.gpus: {template.replicas} x {template.gpus_each} GPUs (tp {template.tp}, dp {template.dp}, pp "
+            f"{template.pp}) are {need}, but the list has {len(template.gpus)}",
         )
 
 
@@ -231,6 +238,14 @@ def _check_secret(reader: Reader, node: Node, what: str, value: str) -> None:
         reader.fail(node, f"{what}: a secret is given by reference: env:NAME or file:/absolute/path")
 
 
+def _without(reader: Reader, node: Node, what: str) -> tuple[str, ...]:
+    flags = reader.list_of(Reader.text, node, what)
+    for flag in flags:
+        if not _FLAG.match(flag):
+            reader.fail(node, f"{what}: {flag!r} is not a flag such as --disable-radix-cache")
+    return tuple(flags)
+
+
 SERVER: Schema = {
     "name": _name,
     "model_path": _model_path,
@@ -240,7 +255,9 @@ SERVER: Schema = {
     "python": interpreter,
     "tp": bounded(1, MAX_GPUS),
     "dp": bounded(1, MAX_GPUS),
+    "pp": bounded(1, MAX_GPUS),
     "gpus": _gpus,
     "args": _args,
     "env": _env,
+    "without": _without,
 }

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-from fleetdump.agent.formats import FileName, FormatError, ManifestLine, ManifestPiece, RejectedLine
+from fleetdump.agent.formats import FileName, FormatError, ManifestLine, ManifestPiece, RejectedLine, coverage
 from fleetdump.agent.jsonl import decode_record, fsync_directory
 from fleetdump.agent.protocol import (
     FetchArgs,
@@ -227,8 +227,8 @@ def check_line(text: str, source: Source) -> ManifestLine:
     line = _decode(ManifestLine, text)
     _check_source(line.run, line.server, source)
     try:
-        _check_pieces(line)
         _check_layers(line)
+        _check_pieces(line)
         for piece in line.pieces:
             _check_place(line, piece)
         for name in (line.token_shard.shard, line.norm, *(piece.shard for piece in line.pieces)):
@@ -242,15 +242,13 @@ def check_line(text: str, source: Source) -> ManifestLine:
 
 
 def _check_pieces(line: ManifestLine) -> None:
-    position = 0
-    for piece in line.pieces:
-        if piece.start != position or piece.rows < 1:
-            raise LineFault(f"{piece.name[:80]!r} starts at {piece.start}, expected {position}")
-        position += piece.rows
-    if position != line.tokens:
-        raise LineFault(f"pieces hold {position} rows of {line.tokens} tokens")
     if line.tokens < 1:
         raise LineFault("it has no token")
+    found = coverage(line.pieces, line.tokens, len(line.layers["input"]) + 1)
+    if found.surplus:
+        raise LineFault(found.surplus[:200])
+    if found.missing:
+        raise LineFault(f"{found.missing} are missing")
 
 
 def _check_layers(line: ManifestLine) -> None:
@@ -259,11 +257,11 @@ def _check_layers(line: ManifestLine) -> None:
 
 
 def _check_place(line: ManifestLine, piece: ManifestPiece) -> None:
-    """A piece is ``[rows, layers + 1, hidden]``: no other number of bytes holds it."""
+    """A piece is ``[rows, slots, hidden]``: no other number of bytes holds it."""
     if piece.offset < 0 or line.hidden < 1:
         raise LineFault(f"{piece.name[:80]!r} has offset {piece.offset}, hidden {line.hidden}")
     try:
-        expected = tensor_bytes(line.dtype, [piece.rows, len(line.layers["input"]) + 1, line.hidden])
+        expected = tensor_bytes(line.dtype, [piece.rows, len(piece.slots), line.hidden])
     except FormatError as error:
         raise LineFault(str(error)[:200]) from error
     if piece.bytes != expected:

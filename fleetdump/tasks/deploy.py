@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fleetdump.agent.evidence_types import Evidence
@@ -23,9 +23,10 @@ from fleetdump.agent.protocol import (
     ProbeResult,
     RevertArgs,
     RevertResult,
-    SelfCheckArgs,
     SelfCheckResult,
     ServerSpec,
+    SettingsArgs,
+    SettingsResult,
     StatusArgs,
     StatusResult,
     StopArgs,
@@ -42,6 +43,7 @@ from fleetdump.fleet import Host
 from fleetdump.inventory import resolve_secrets
 from fleetdump.tasks._task import task
 from fleetdump.tasks.check import check
+from fleetdump.tasks.selfcheck import check_server
 
 OnStall = Literal["keep", "stop", "revert"]
 Delivery = Literal["in-place", "import-hook"]
@@ -50,7 +52,9 @@ PATCH_DEADLINE = 120.0
 LAUNCH_DEADLINE = 120.0
 STOP_GRACE = 30.0
 EVIDENCE_DEADLINE = 120.0
-SELFCHECK_DEADLINE = 300.0
+SETTINGS_DEADLINE = 90.0
+TOLD = ("arguments", "shared")
+"""Checks whose warnings ``deploy`` tells; the others are for ``check``."""
 WITHDRAWN = ("stopped", "replaced")
 """Outcomes of a watch that another operator brought about: nothing to diagnose, and nothing of ours to stop."""
 WATCH_LIMIT = 6 * 3600.0
@@ -72,7 +76,8 @@ class DeployPlan:
 
 @dataclass
 class ServerReport:
-    """How one server's start went. ``outcome`` is that of ``WatchResult``, or ``selfcheck_failed``."""
+    """How one server's start went. ``outcome`` is that of ``WatchResult``, or ``wrong_settings`` (flags that the patch
+    needs did not take effect), or ``selfcheck_failed``."""
 
     server: str
     outcome: str
@@ -124,6 +129,7 @@ def deploy(host: Host, plan: DeployPlan, on_event: Event) -> DeployReport:
         host.config.capture.spec()
     probe = check(host, plan.patch, delivery=plan.delivery)
     _refuse_blockers(host, probe, plan.force)
+    _tell_warnings(probe, on_event)
     report = DeployReport(engine=probe.engine)
     if plan.replace:
         report.stopped = stop_servers(host, on_event).stopped
@@ -131,13 +137,14 @@ def deploy(host: Host, plan: DeployPlan, on_event: Event) -> DeployReport:
         _refuse_running(host, plan)
     _put_patch(host, plan, report, on_event)
     launched = _launch_all(host, plan, report, on_event)
-    architecture = probe.model.architecture if probe.model else ""
     with ThreadPoolExecutor(max_workers=len(launched)) as pool:
-        watches = [pool.submit(_watch, host, plan, result, architecture, on_event) for result in launched]
+        watches = [pool.submit(_watch, host, plan, result, on_event) for result in launched]
         report.servers = [watch.result() for watch in watches]
+    for server in report.servers:
+        _check_settings(host, server, on_event)
     if plan.selfcheck and plan.patch is not None and plan.patch.captures:
-        for server in report.servers:
-            _self_check(host, server, on_event)
+        with ThreadPoolExecutor(max_workers=len(launched)) as pool:
+            list(pool.map(lambda server: _self_check(host, server, on_event), report.servers))
     _act_on_failure(host, plan, report, on_event)
     return report
 
@@ -170,6 +177,27 @@ def _refuse_blockers(host: Host, probe: ProbeResult, force: bool) -> None:
         raise HostError(first.text + more, host.config.name, next_step=first.fix, code="blocked")
 
 
+def _tell_warnings(probe: ProbeResult, on_event: Event) -> None:
+    """What does not stand in the way, but should be known before the engine changes."""
+    for found in probe.findings:
+        if found.level == "warning" and found.key in TOLD:
+            text = f"{found.text} ({found.fix})" if found.fix else found.text
+            on_event({"event": "step", "step": "check", "text": text})
+
+
+def _refuse_unproven(plan: DeployPlan, result: PatchResult, host: Host) -> None:
+    """Where no test has run the patch, the self-check decides; without it nobody would."""
+    if result.verified or plan.selfcheck or plan.patch is None or not plan.patch.captures:
+        return
+    raise HostError(
+        f"patch {plan.patch.name} {plan.patch.version} is not verified on {result.engine}",
+        host.config.name,
+        "no test has run it there: only the self-check can tell whether what it captures is right",
+        "leave --no-selfcheck out",
+        code="blocked",
+    )
+
+
 def _refuse_running(host: Host, plan: DeployPlan) -> None:
     """Without --replace a running server must already be as wanted: patching under it would leave a mixture."""
     wanted = plan.patch.sha256 if plan.patch else ""
@@ -199,7 +227,12 @@ def _put_patch(host: Host, plan: DeployPlan, report: DeployReport, on_event: Eve
     for engine in interpreters(host.config.servers):
         models = models_of(host.config.servers, engine)
         args = PatchArgs(engine.python, plan.patch, by_hook, engine.env, plan.force, plan.delivery, models)
+        if not plan.selfcheck:
+            _refuse_unproven(plan, host.call(replace(args, dry_run=True), PatchResult, verb="patch"), host)
         result = host.call(args, PatchResult, verb="patch", deadline=PATCH_DEADLINE)
+        if not result.verified:
+            text = f"{report.patch} is unverified on {result.engine}: no test has run it there, the self-check decides"
+            on_event({"event": "step", "step": "patch", "text": text})
         if result.changed:
             on_event({"event": "step", "step": "patch", "text": f"patched with {report.patch}: {engine.python}"})
         for copy in result.kept:
@@ -244,15 +277,15 @@ def _launch(host: Host, plan: DeployPlan, server: ServerSpec, on_event: Event) -
     return launched
 
 
-def _watch(host: Host, plan: DeployPlan, launched: LaunchResult, architecture: str, on_event: Event) -> ServerReport:
+def _watch(host: Host, plan: DeployPlan, launched: LaunchResult, on_event: Event) -> ServerReport:
     name = launched.state.name
     spec = next(server for server in host.config.servers if server.name == name)
     args = WatchArgs(
         server=name,
         patience=host.config.patience,
-        ranks=spec.tp,
+        ranks=spec.ranks,
         mark=plan.patch.mark if plan.patch else "",
-        expect_class=architecture,
+        expect_class=launched.architecture,
         until=WATCH_LIMIT,
     )
     unchanged = launched.reused and launched.state.state == "ready"
@@ -297,12 +330,26 @@ def _diagnose(host: Host, report: ServerReport, result: WatchResult) -> None:
     report.verdicts = diagnose(from_json(Evidence, evidence))
 
 
+def _check_settings(host: Host, report: ServerReport, on_event: Event) -> None:
+    """Did the flags that the patch needs take effect? Asked of the server before the first sample."""
+    if report.outcome != "ready":
+        return
+    try:
+        result = host.call(SettingsArgs(report.server), SettingsResult, verb="settings", deadline=SETTINGS_DEADLINE)
+        faults = result.faults
+    except HostError as error:
+        faults = [str(error)]
+    if faults:
+        report.outcome, report.detail = "wrong_settings", "; ".join(faults)
+    elif result.checked:
+        text = f"{report.server}: /server_info and the log agree with all that the patch needs"
+        on_event({"event": "step", "step": "settings", "server": report.server, "text": text})
+
+
 def _self_check(host: Host, report: ServerReport, on_event: Event) -> None:
     if report.outcome != "ready":
         return
-    on_event({"event": "step", "step": "selfcheck", "server": report.server, "text": f"self-check of {report.server}"})
-    args = SelfCheckArgs(server=report.server, capture=host.config.capture.spec())
-    report.selfcheck = host.call(args, SelfCheckResult, verb="selfcheck", deadline=SELFCHECK_DEADLINE)
+    report.selfcheck = check_server(host, report.server, on_event)
     if not report.selfcheck.passed:
         report.outcome = "selfcheck_failed"
         report.detail = report.selfcheck.detail

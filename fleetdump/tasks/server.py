@@ -8,6 +8,8 @@ from typing import Any
 
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import (
+    AuditArgs,
+    AuditResult,
     EvidenceArgs,
     EvidenceResult,
     LogsArgs,
@@ -53,6 +55,12 @@ def status(host: Host) -> StatusResult:
     """Everything of ours on the host."""
     interpreter = host.config.servers[0].interpreter if host.config.servers else None
     return host.call(StatusArgs(interpreter=interpreter), StatusResult, verb="status")
+
+
+@task
+def audit(host: Host, entries: int) -> AuditResult:
+    """The latest changes of the host, the oldest first."""
+    return host.call(AuditArgs(entries), AuditResult, verb="audit")
 
 
 @task

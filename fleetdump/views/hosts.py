@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Any
 
-from fleetdump.agent.protocol import Finding, ProbeResult, StatusResult
+from fleetdump.agent.protocol import AuditResult, Finding, ProbeResult, StatusResult
 from fleetdump.diagnosis import Verdict
 from fleetdump.hostpatterns import compress
 from fleetdump.tasks.deploy import DeployReport, ServerReport
@@ -102,6 +103,19 @@ def show_status(host: str, status: StatusResult) -> None:
 
 def _selfcheck(outcome: str) -> str:
     return outcome if outcome == "passed" else f"[bold red]failed[/]: {quoted(outcome)}"
+
+
+# --------------------------------------------------------------------------- audit
+def show_audit(host: str, audit: AuditResult) -> None:
+    """One line a change, the newest last, and who holds the host's lock."""
+    out.print(f"[bold]{quoted(host)}[/]  {quoted(audit.holder) or 'nobody changes it now'}")
+    for entry in audit.entries:
+        began = datetime.fromtimestamp(entry.t).astimezone().isoformat(" ", "seconds")
+        outcome = f"{'[green]ok' if entry.ok else '[red]failed'}[/] in {duration(entry.seconds)}"
+        on_what = entry.args.get("server") or entry.args.get("run") or ""
+        name = on_what.get("name", "") if isinstance(on_what, dict) else str(on_what)
+        what = f"{entry.operator or '?'}  {entry.verb} {name}".rstrip()
+        out.print(f"  {began}  {quoted(what)}  {outcome}")
 
 
 # --------------------------------------------------------------------------- deploy

@@ -40,6 +40,11 @@ def show_patch(spec: PatchSpec) -> None:
     for label, text in (("mark", spec.mark), ("server args", " ".join(spec.server_args))):
         if text:
             out.print(f"{label}: {quoted(text)}")
+    for arg in spec.release_args:
+        where = f"{arg.first_release or 'any'} to {arg.last_release or 'any'}"
+        out.print(f"server arg of releases {where}: {quoted(arg.flag)}{quoted(f' ({arg.why})') if arg.why else ''}")
+    if spec.refused_args:
+        out.print(f"refuses: {quoted(', '.join(flag for rule in spec.refused_args for flag in rule.flags))}")
     if spec.files:
         out.print(f"adds beside the package: {quoted(', '.join(spec.files))}")
     for edit in spec.edits:

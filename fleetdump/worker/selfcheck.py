@@ -1,177 +1,168 @@
-"""Are captured tensors the model's hidden states? Run by the agent with the server's interpreter, a job on stdin.
+"""Measure what the self-check captured. Run by the agent with the server's interpreter, a ``MeasureJob`` on stdin; a
+``Measured`` comes out on stdout. What the numbers mean is the agent's to say (``selfcheck_rules``).
 
-The final state is proven: logits = lm_head(rmsnorm(last row) * weight), in float32, must give the log-probabilities
-that the server itself computed for the next token. The chosen layers are checked for what goes wrong in practice:
-values that are not finite, all zero, the same in every row, or the same in two layers.
+numpy is all it needs: every engine has it, and importing it takes a tenth of what torch takes.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import safe_open
+import numpy as np
 
-from fleetdump.agent.protocol import Finding, from_json, to_json
+from fleetdump.agent.protocol import from_json, to_json
+from fleetdump.agent.selfcheck_facts import CapturedPrompt, Head, Layers, Measured, MeasureJob, SlotValues
+from fleetdump.agent.selfcheck_prompts import LARGE
+from fleetdump.worker.agreement import Pair, compare, note_values, row_errors
+from fleetdump.worker.capturedrows import STORED, Array, as_float32, read_header_of, read_piece, read_rows
+from fleetdump.worker.outputhead import EMBEDDINGS, Checkpoint, NotFound, OutputHead
 from fleetdump.worker.tokenise import local_model
 
-VOCABULARY_SLICE = 8192
-"""Rows of lm_head that are in memory as float32 at a time."""
+ROUNDING = {"F32": 2.0**-24, "F16": 2.0**-11, "BF16": 2.0**-8}
+"""Largest relative error of rounding to a dtype."""
+ROUNDINGS = 4
+"""Roundings to the server's dtype between the stream and a logit: the state, its norm, the product, and one to spare
+for the sum's order. Each moves a logit by up to ``ROUNDING`` of the row's largest."""
+LEAST_TOLERANCE = 1e-3
+"""Of log-probabilities in float32, where the order of sums counts for more than rounding does."""
 
 
-@dataclass
-class CheckedSample:
-    """``pieces``: [shard, tensor name] in order of position; ``top``: [log-probability, token id] of the server."""
-
-    id: str
-    pieces: list[list[str]]
-    norm: str
-    top: list[list[float]]
-
-
-@dataclass
-class CheckJob:
-    """What to judge. ``layers`` are the captured entry ids; ``tolerance`` bounds the log-probabilities' difference."""
-
-    model_path: str
-    directory: str
-    layers: list[int]
-    tolerance: float
-    samples: list[CheckedSample]
-
-
-def judge(job: CheckJob) -> tuple[list[Finding], float]:
-    """Findings on all samples, and the largest difference of log-probabilities."""
+def measure(job: MeasureJob) -> Measured:
+    """All numbers of a check; each prompt's rows are read once."""
     directory = Path(job.directory)
-    tensors = {sample.id: load_sample(directory, sample) for sample in job.samples}
-    model = Path(local_model(job.model_path))
-    findings = [check_values(tensors), check_layers(tensors, job.layers, number_of_layers(model))]
-    head = OutputHead(model)
-    worst, where = 0.0, ""
-    for sample in job.samples:
-        weight, eps = load_norm(directory / sample.norm)
-        final = tensors[sample.id][-1, -1].float()
-        difference = max_difference(head.log_probabilities(rms_norm(final, eps) * weight), sample.top)
-        if not difference <= worst:  # a NaN is the worst
-            worst, where = difference, sample.id
-    findings.append(_judge_difference(worst, where, job.tolerance))
-    return findings, worst
+    checkpoint = open_checkpoint(job.model_path)
+    slots = len(job.layers) + 1
+    values = [SlotValues(slot) for slot in range(slots)]
+    layers = _LayerTally(slots, checkpoint)
+    wanted = {prompt.same_as for prompt in job.prompts}
+    kept: dict[str, Array] = {}
+    pairs: dict[bool, list[Pair]] = {False: [], True: []}
+    last_rows = []
+    for prompt in job.prompts:
+        rows = read_rows(directory, prompt.pieces)
+        note_values(values, prompt.name, prompt.ids, rows)
+        layers.note(prompt.ids, rows)
+        last_rows.append(rows[-1])
+        if prompt.name in wanted:
+            kept[prompt.name] = rows
+        if prompt.same_as in kept:
+            pair = Pair(f"{prompt.same_as} and {prompt.name}", kept[prompt.same_as], rows)
+            pairs[prompt.batch == LARGE].append(pair)
+    copies = [
+        Pair(f"{copy.prompt}, {copy.rank}", read_piece(directory, copy.theirs), read_piece(directory, copy.ours))
+        for copy in job.copies
+    ]
+    dtype = job.prompts[0].pieces[0].dtype
+    return Measured(
+        dtype=dtype,
+        values=values,
+        layers=layers.result(),
+        small=compare(pairs[False]),
+        large=compare(pairs[True]),
+        ranks=compare(copies),
+        head=measure_head(job, checkpoint, np.stack(last_rows), ROUNDING[dtype]),
+    )
 
 
-def load_sample(directory: Path, sample: CheckedSample) -> torch.Tensor:
-    """``[tokens, k+1, hidden]`` in the captured dtype."""
-    pieces = []
-    for shard, name in sample.pieces:
-        with safe_open(directory / shard, framework="pt") as tensors:
-            pieces.append(tensors.get_tensor(name))
-    return torch.cat(pieces)
+def open_checkpoint(model_path: str) -> Checkpoint:
+    """The model's files, wherever they are; a name of the Hub that cannot be looked up has none."""
+    try:
+        return Checkpoint(Path(local_model(model_path)))
+    except (OSError, ValueError, ImportError):
+        return Checkpoint(Path(model_path))
 
 
-def load_norm(path: Path) -> tuple[torch.Tensor, float]:
-    """Weight of the final norm as float32 ``[hidden]``, and its eps."""
-    with safe_open(path, framework="pt") as tensors:
-        return tensors.get_tensor("weight").float(), float(tensors.metadata()["eps"])
+class _LayerTally:
+    """Which slots are the same in every prompt, and how far each is from the embeddings."""
+
+    def __init__(self, slots: int, checkpoint: Checkpoint):
+        self._equal = {(first, second) for second in range(slots) for first in range(second)}
+        self._errors: list[list[Array]] = [[] for _ in range(slots)]
+        self._depth = checkpoint.depth
+        try:
+            self._embeddings = checkpoint.weight(EMBEDDINGS)
+        except NotFound:
+            self._errors = []
+
+    def note(self, ids: list[int], rows: Array) -> None:
+        self._equal = {pair for pair in self._equal if np.array_equal(rows[:, pair[0]], rows[:, pair[1]])}
+        for slot, errors in enumerate(self._errors):
+            errors.append(row_errors(*_at_one_scale(rows[:, slot], self._embeddings.rows(ids)))[:, None])
+
+    def result(self) -> Layers:
+        embedding = [float(np.median(np.concatenate(errors))) for errors in self._errors]
+        return Layers([list(pair) for pair in sorted(self._equal)], embedding, self._depth)
 
 
-def rms_norm(state: torch.Tensor, eps: float) -> torch.Tensor:
-    """``state`` (float32, last dimension hidden) over its root mean square."""
-    return state * torch.rsqrt(state.pow(2).mean(-1, keepdim=True) + eps)
+def _at_one_scale(states: Array, embeddings: Array) -> tuple[Array, Array]:
+    """Some models multiply their embeddings by a constant: the one that fits best is taken out."""
+    states = np.nan_to_num(states, posinf=0, neginf=0)
+    scale = float((states * embeddings).sum() / max(float((embeddings * embeddings).sum()), 1e-30))
+    return states[:, None], (scale * embeddings)[:, None]
 
 
-def check_values(tensors: dict[str, torch.Tensor]) -> Finding:
-    """Finite, not all zero, and not one and the same row for different tokens."""
-    for name, tensor in tensors.items():
-        values = tensor.float()
-        for slot in range(values.shape[1]):
-            rows = values[:, slot]
-            if not torch.isfinite(rows).all():
-                return _bad("values", f"{name}, slot {slot}: not all values are finite")
-            if (rows == 0).all(dim=1).any():
-                return _bad("values", f"{name}, slot {slot}: a row is all zero")
-            if len(rows) > 2 and (rows == rows[0]).all():
-                return _bad("values", f"{name}, slot {slot}: all {len(rows)} rows are the same")
-    return Finding("values", "ok", "finite, not zero, not constant")
+# --------------------------------------------------------------------------- the head
+def measure_head(job: MeasureJob, checkpoint: Checkpoint, last_rows: Array, rounding: float) -> Head:
+    """lm_head over ``last_rows`` ``[prompts, slots, hidden]`` against the server's tokens and log-probabilities."""
+    answered = [n for n, prompt in enumerate(job.prompts) if prompt.token >= 0]
+    if not answered:
+        return Head(problem="the server gave no log-probabilities")
+    try:
+        head = OutputHead(checkpoint)
+        norm = read_norm(Path(job.directory) / job.norm)
+    except (NotFound, OSError, ValueError) as error:
+        return Head(problem=str(error))
+    prompts, states = [job.prompts[n] for n in answered], np.nan_to_num(last_rows[answered])
+    found = judge_logits(head.logits(norm(states[:, -1])), prompts, rounding)
+    if found.agree < found.prompts:
+        for name, other in _other_readings(job.layers, states, norm).items():
+            found.elsewhere[name] = judge_logits(head.logits(other), prompts, rounding).agree
+    return found
 
 
-def number_of_layers(model: Path) -> int:
-    """From config.json, also where the language model's settings lie in ``text_config``; -1 when it does not say."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return int(config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers", -1))
+def judge_logits(logits: Array, prompts: list[CapturedPrompt], rounding: float) -> Head:
+    """``logits`` is ``[prompts, vocabulary]``."""
+    head = Head(prompts=len(prompts))
+    largest = logits.max(axis=1)
+    normaliser = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=1))
+    for n, prompt in enumerate(prompts):
+        tolerance = max(LEAST_TOLERANCE, ROUNDINGS * rounding * float(np.abs(logits[n]).max()))
+        ours = float(logits[n, prompt.token]) if prompt.token < logits.shape[1] else -np.inf
+        behind, difference = float(largest[n]) - ours, abs(ours - float(normaliser[n]) - prompt.logprob)
+        head.ties += 0 < behind <= tolerance
+        head.agree += behind <= tolerance and difference <= tolerance
+        head.tolerance = max(head.tolerance, tolerance)
+        if not difference <= head.largest_difference:  # a NaN is the largest
+            head.largest_difference, head.where = difference, prompt.name
+    return head
 
 
-def check_layers(tensors: dict[str, torch.Tensor], layers: list[int], depth: int) -> Finding:
-    """No two slots hold the same rows: that would be one layer captured twice. The exception is by definition: the
-    entry id ``depth`` (the stream after the last layer) is what the final slot holds."""
-    meanings = [*layers, depth]
-    for name, tensor in tensors.items():
-        for second in range(1, tensor.shape[1]):
-            for first in range(second):
-                if meanings[first] != meanings[second] and torch.equal(tensor[:, first], tensor[:, second]):
-                    return _bad("layers", f"{name}: slots {first} and {second} hold the same values")
-    return Finding("layers", "ok", "each layer differs from the others")
+def _other_readings(layers: list[int], states: Array, norm: Callable[[Array], Array]) -> dict[str, Array]:
+    """Normed states in case that the final state stands in another slot, or was taken after the norm."""
+    slots = {f"slot {slot} (layer {layer})": norm(states[:, slot]) for slot, layer in enumerate(layers)}
+    return {"the final slot without the norm": states[:, -1], **slots}
 
 
-class OutputHead:
-    """lm_head of a checkpoint (or its tied embeddings), read slice by slice."""
+def read_norm(path: Path) -> Callable[[Array], Array]:
+    """The final norm, ``rms(x) * weight``, over the last dimension."""
+    header = read_header_of(path)
+    weight = next(tensor for tensor in header.tensors if tensor.name == "weight")
+    stored = np.fromfile(path, STORED[weight.dtype], weight.shape[0], offset=header.data_start + weight.offset)
+    factor, eps = as_float32(stored, weight.dtype), float(header.metadata["eps"])
 
-    def __init__(self, model: Path):
-        self.path, self.key = self._find(model)
+    def norm(states: Array) -> Array:
+        return states / np.sqrt((states.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + eps) * factor
 
-    def log_probabilities(self, state: torch.Tensor) -> torch.Tensor:
-        """``[vocabulary]`` float32 for a normed state ``[hidden]``."""
-        return torch.log_softmax(torch.cat([block @ state for block in self._blocks()]), dim=0)
-
-    def _blocks(self) -> Iterator[torch.Tensor]:
-        with safe_open(self.path, framework="pt") as tensors:
-            rows = tensors.get_slice(self.key)
-            for start in range(0, rows.get_shape()[0], VOCABULARY_SLICE):
-                yield rows[start : start + VOCABULARY_SLICE].float()
-
-    @staticmethod
-    def _find(model: Path) -> tuple[Path, str]:
-        index = model / "model.safetensors.index.json"
-        if index.exists():
-            places = {key: model / file for key, file in json.loads(index.read_bytes())["weight_map"].items()}
-        else:
-            places = {}
-            for path in sorted(model.glob("*.safetensors")):
-                with safe_open(path, framework="pt") as tensors:
-                    places.update(dict.fromkeys(tensors.keys(), path))
-        for ending in ("lm_head.weight", "embed_tokens.weight"):
-            for key, path in places.items():
-                if key.endswith(ending):
-                    return path, key
-        raise SystemExit(f"{model}: no lm_head.weight and no embed_tokens.weight in its safetensors files")
-
-
-def max_difference(ours: torch.Tensor, top: list[list[float]]) -> float:
-    """Largest difference between our log-probabilities and the server's best tokens."""
-    return max(abs(float(ours[int(token)]) - logprob) for logprob, token in top)
-
-
-def _judge_difference(worst: float, where: str, tolerance: float) -> Finding:
-    text = f"largest difference to the server's log-probabilities {worst:.2g} (tolerance {tolerance:g})"
-    if worst <= tolerance:
-        return Finding("logits", "ok", text)
-    return _bad("logits", f"{text} at {where}: the final state is not what the server's own head reads")
-
-
-def _bad(key: str, text: str) -> Finding:
-    return Finding(key, "blocker", text, "do not extract with this patch and engine: what it writes is wrong")
+    return norm
 
 
 def main() -> None:
     """Entry point of ``python -m fleetdump.worker.selfcheck``."""
-    job = from_json(CheckJob, json.load(sys.stdin))
-    with torch.inference_mode():
-        findings, worst = judge(job)
-    answer: dict[str, Any] = {"findings": [to_json(finding) for finding in findings], "max_logprob_diff": worst}
-    print(json.dumps(answer))
+    job = from_json(MeasureJob, json.load(sys.stdin))
+    print(json.dumps(to_json(measure(job))))
 
 
 if __name__ == "__main__":

@@ -66,13 +66,14 @@ class Norm:
 
 @dataclass
 class Piece:
-    """Rows of one request from one forward: ``data`` is the bytes of a ``[rows, k+1, hidden]`` tensor of ``dtype``,
-    ``ids`` those rows' token ids as int32 LE."""
+    """Rows of one request from one forward: ``data`` is the bytes of a ``[rows, len(slots), hidden]`` tensor of
+    ``dtype``, ``ids`` those rows' token ids as int32 LE."""
 
     rid: str
     start: int
     dtype: str
     shape: list[int]
+    slots: list[int]
     ids: bytes
     data: memoryview
 
@@ -100,11 +101,13 @@ def run_of(rid: str) -> str:
 
 
 class TapWriter:
-    """The queue and its thread. ``rank`` names the writer; ``norm`` is written once into each run's directory."""
+    """The queue and its thread. ``rank`` names the writer; ``norm`` is written once into each run's directory.
+    ``folder``: where in a run's directory it writes, which is nowhere deeper for what belongs to the data."""
 
-    def __init__(self, config: Config, rank: int, norm: Norm | None):
+    def __init__(self, config: Config, rank: int, norm: Norm | None, folder: str = ""):
         self._config = config
         self._rank = rank
+        self._folder = folder
         self._norm = norm
         self._changed = threading.Condition()
         self._queue: deque[Piece | Skip] = deque()
@@ -197,16 +200,20 @@ class TapWriter:
             self._close(run)
             files = None
         if files is None:
-            files = self._runs[run] = _RunFiles(self._config, run, self._rank, self._norm, self._counts[run])
+            files = self._runs[run] = _RunFiles(
+                self._config, run, self._folder, self._rank, self._norm, self._counts[run]
+            )
         return files
 
 
 class _RunFiles:
     """Journal and open shard of one run, until the run is idle. Raises ``OSError`` only when made or closed."""
 
-    def __init__(self, config: Config, run: str, rank: int, norm: Norm | None, counts: _Counts):
-        self.directory = Path(config.dir) / run
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def __init__(self, config: Config, run: str, folder: str, rank: int, norm: Norm | None, counts: _Counts):
+        root = Path(config.dir) / run
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory = root / folder
+        self.directory.mkdir(mode=0o700, exist_ok=True)
         self.last_used = time.monotonic()
         self._config = config
         self.writer, self._journal = _lock_journal(self.directory, f"{config.server}-{config.launch_id}-r{rank}")
@@ -245,7 +252,8 @@ class _RunFiles:
                 self.sync()
                 self._close_shard()
             if self._shard is None:
-                self._shard = _Shard(self._next_path(), self._metadata, self._config.header_bytes)
+                metadata = {**self._metadata, "slots": json.dumps(item.slots)}
+                self._shard = _Shard(self._next_path(), metadata, self._config.header_bytes)
             self._shard.write(item)
         except OSError as error:
             self._skips.append(_lost(item.rid, error))
@@ -398,6 +406,7 @@ class _Shard:
                 shard=self.path.name,
                 dtype=piece.dtype,
                 shape=piece.shape,
+                slots=piece.slots,
                 offset=self.end,
                 bytes=piece.data.nbytes,
                 crc32=zlib.crc32(piece.data),

@@ -288,6 +288,9 @@ def test_another_operator_holds_the_lock(fresh_fleet: Fleet) -> None:
     refused(fresh_fleet, ("stop",), LOCKED, "eve@laptop")
     assert fresh_fleet.run("stop", "--json").records()[0]["status"] == "locked"
     assert fresh_fleet.run("status").code == OK, "looking needs no lock"
+    told = fresh_fleet.run("audit")
+    assert (told.code, "eve@laptop runs launch (pid 1)" in told.out) == (OK, True), told
+    refused(fresh_fleet, ("stop", "--lock-wait", "1"), LOCKED, "waiting for the host's lock", "eve@laptop")
 
 
 def test_stop_of_a_server_that_is_not_there(fleet: Fleet) -> None:

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from demo.sglang_cpu import recipe
-from fleetdump.agent.applicable import choose_edits, release_arguments
+from fleetdump.agent.applicable import choose_edits
 from fleetdump.agent.edit import apply_edits
+from fleetdump.agent.flagrules import patch_arguments
 from fleetdump.agent.shards import close_dead
 from fleetdump.patches import find_patch, load_patch
 from tests.sglang.cpuserver import SglangEnv, session_pids, start_server
@@ -64,7 +65,7 @@ def serve(env: SglangEnv, engine: Path, tp: int, folder: Path) -> dict[str, Any]
     """One server's life: prompts in one batch, then death, then the comparison."""
     architecture = json.loads((env.model / "config.json").read_text())["architectures"][0]
     variables = {"FLEETDUMP_TAP_CONFIG": str(tap_json(folder, LAYERS, tp)), "PYTHONPATH": str(engine)}
-    flags = [*release_arguments(SPEC, env.version), "--chunked-prefill-size", "64"]
+    flags = [*patch_arguments(SPEC, env.version), "--chunked-prefill-size", "64"]
     prompts, run = some_prompts("r1", PROMPTS), folder / "cap" / "r1"
     with patched(engine, env.version, architecture) as lines:
         with start_server(env, folder / "server.log", tp, flags, variables) as server:

@@ -18,6 +18,7 @@ from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.drive import follow, start_driver, submit
 from fleetdump.agent.formats import row_line
 from fleetdump.agent.generate import is_ready, post
+from fleetdump.agent.launch import launch
 from fleetdump.agent.patching import patch, revert
 from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import (
@@ -34,8 +35,9 @@ from fleetdump.agent.protocol import (
     SubmitArgs,
 )
 from fleetdump.agent.selfcheck import selfcheck
-from fleetdump.agent.server import launch, load_record, stop
+from fleetdump.agent.server import load_record
 from fleetdump.agent.share import Share
+from fleetdump.agent.stop import stop
 from fleetdump.agent.tensorfile import ids_sha256
 from fleetdump.dataset.shards import verify_directory
 from fleetdump.patches import find_patch, load_patch
@@ -124,7 +126,7 @@ def test_selfcheck_passes_and_leaves_nothing(host: RealHost) -> None:
     result = selfcheck(SelfCheckArgs("main", host.capture), host.context())
     assert result.passed, result
     assert result.max_logprob_diff < 1e-3
-    assert {check.key for check in result.checks} == {"captured", "values", "layers", "logits"}
+    assert len(result.checks) == 8
     assert not list(Path(host.capture.dir).glob("selfcheck*"))
     assert not list((host.state.root / "runs").glob("selfcheck*"))
 

@@ -180,7 +180,8 @@ def check_bytes(share: Share, capture: CaptureSpec) -> None:
             data = (directory / piece["shard"]).read_bytes()
             start = 8 + int.from_bytes(data[:8], "little") + piece["offset"]
             assert crc32(data[start : start + piece["bytes"]]) == piece["crc32"]
-        assert sum(piece["rows"] for piece in line["pieces"]) == line["tokens"]
+        values = sum(piece["rows"] * len(piece["slots"]) for piece in line["pieces"])
+        assert values == line["tokens"] * (len(line["layers"]["input"]) + 1)
         with safe_open(str(directory / line["token_shard"]["shard"]), "numpy") as tensors:
             assert tensors.get_tensor(line["token_shard"]["ids"]).tolist() == expected
             assert tensors.get_tensor(line["token_shard"]["mask"]).sum() == line["supervised"]

@@ -4,7 +4,7 @@ journals in the capture directory, by the agent's own ShardWriter. Run: ``python
 The config is read anew for each request, so that a test can change the faults of a running server:
 ``delay`` (seconds a request), ``chunk`` (rows a piece), ``poison`` (samples that kill the server), ``error`` (samples
 answered with 500), ``skip`` ({sample: reason}, up to attempt ``skip_until``), ``lose`` (samples answered but never
-written), ``other_ids`` (samples written with a wrong hash)."""
+written), ``other_ids`` (samples written with a wrong hash), ``stages`` (slots of each pipeline stage: all in one)."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ IDLE_CLOSE_SECONDS = 0.2
 
 
 class Tap:
-    """One writer a run, as the real tap has; a shard closes when idle."""
+    """A writer for each run and pipeline stage, as the real tap has; a shard closes when idle."""
 
     def __init__(self, config: dict):
         self.config = config
         self.lock = threading.Lock()
-        self.writers: dict[str, ShardWriter] = {}
+        self.writers: dict[tuple[str, int], ShardWriter] = {}
         self.last = time.monotonic()
         threading.Thread(target=self._close_idle, daemon=True).start()
 
-    def writer(self, run: str) -> ShardWriter:
-        if run not in self.writers:
-            name = Writer(self.config["server"], self.config["launch_id"], "r0")
-            self.writers[run] = ShardWriter(Path(self.config["dir"]) / run, name)
-        return self.writers[run]
+    def writer(self, run: str, stage: int = 0) -> ShardWriter:
+        if (run, stage) not in self.writers:
+            name = Writer(self.config["server"], self.config["launch_id"], f"r{stage}")
+            self.writers[run, stage] = ShardWriter(Path(self.config["dir"]) / run, name)
+        return self.writers[run, stage]
 
     def capture(self, rid: Rid, ids: list[int], faults: dict) -> None:
-        slots = len(self.config["layers"]) + 1
+        stages = faults.get("stages", [[*range(len(self.config["layers"]) + 1)]])
         chunk = faults.get("chunk", 1 << 30)
         with self.lock:
             writer = self.writer(rid.run)
@@ -54,14 +54,21 @@ class Tap:
                 return
             if rid.sample in faults.get("lose", []):
                 return
-            for start in range(0, len(ids), chunk):
-                part = ids[start : start + chunk]
-                digest = ids_sha256([0] * len(part) if rid.sample in faults.get("other_ids", []) else part)
-                shape = [len(part), slots, HIDDEN]
-                data = bytes(4 * len(part) * slots * HIDDEN)
-                writer.add((NewPiece(f"{rid}:{start}", str(rid), start, len(part), digest, "F32", shape), data))
-            writer.sync()
+            for stage, slots in enumerate(stages):
+                other_ids = rid.sample in faults.get("other_ids", [])
+                self._write(self.writer(rid.run, stage), slots, rid, ids, chunk, other_ids)
             self.last = time.monotonic()
+
+    def _write(
+        self, writer: ShardWriter, slots: list[int], rid: Rid, ids: list[int], chunk: int, other_ids: bool
+    ) -> None:
+        for start in range(0, len(ids), chunk):
+            part = ids[start : start + chunk]
+            digest = ids_sha256([0] * len(part) if other_ids else part)
+            shape = [len(part), len(slots), HIDDEN]
+            piece = NewPiece(f"{rid}:{start}", str(rid), start, len(part), digest, "F32", shape, slots)
+            writer.add((piece, bytes(4 * len(part) * len(slots) * HIDDEN)))
+        writer.sync()
 
     def _close_idle(self) -> None:
         while True:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fleetdump.agent.applicable import architectures_of, choose_edits, release_arguments
-from fleetdump.agent.protocol import AgentFailure, Edit, PatchSpec, ReleaseArg
+from fleetdump.agent.applicable import architectures_of, choose_edits
+from fleetdump.agent.protocol import AgentFailure, Edit, PatchSpec
 from fleetdump.patches import load_patch
 
 OURS = load_patch(Path(__file__).resolve().parents[2] / "patches" / "hidden-states")
@@ -91,35 +91,7 @@ def test_architectures_come_from_the_models_and_one_unknown_makes_all_unknown(tm
     assert architectures_of([]) == []
 
 
-def test_arguments_follow_the_release() -> None:
-    spec = PatchSpec("p", "1", "00", [], server_args=["--a", "1"])
-    spec.release_args = [ReleaseArg("--old", last_release="0.5.13"), ReleaseArg("--new", "0.5.14")]
-    assert release_arguments(spec, "0.5.13.post1") == ["--a", "1", "--old"]
-    assert release_arguments(spec, "0.5.14") == ["--a", "1", "--new"]
-
-
 # --------------------------------------------------------------------------- our patch
-PIECEWISE, PREFILL = "--disable-piecewise-cuda-graph", "--disable-prefill-cuda-graph"
-FUSION = "--enforce-disable-flashinfer-allreduce-fusion"
-
-
-@pytest.mark.parametrize(
-    ("release", "flags"),
-    [
-        ("0.5.5", []),
-        ("0.5.9", []),
-        ("0.5.10", [PIECEWISE, FUSION]),
-        ("0.5.10.post1", [PIECEWISE, FUSION]),
-        ("0.5.13.post1", [PIECEWISE, FUSION]),
-        ("0.5.14", [PREFILL, FUSION]),
-        ("0.5.20", [PREFILL, FUSION]),
-        ("0.5.24", [PREFILL, FUSION]),
-    ],
-)
-def test_ours_adds_the_flags_that_a_release_has(release: str, flags: list[str]) -> None:
-    assert release_arguments(OURS, release) == ["--disable-radix-cache", "--disable-overlap-schedule", *flags]
-
-
 @pytest.mark.parametrize("release", ["0.5.5", "0.5.12.post1", "0.5.20", "0.5.21", "0.5.23", "0.5.24"])
 def test_ours_goes_into_one_model_file_and_before_0_5_10_into_the_scheduler(release: str) -> None:
     for architecture in OURS.architectures:

@@ -19,6 +19,7 @@ import pytest
 from fleetdump.agent import audit, detach, healthy, lock, main, server, share
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.evidence import find_target
+from fleetdump.agent.launch import made_dirs
 from fleetdump.agent.protocol import (
     AgentFailure,
     CaptureSpec,
@@ -29,9 +30,10 @@ from fleetdump.agent.protocol import (
     StopArgs,
     to_json,
 )
-from fleetdump.agent.server import ServerRecord, load_record, load_records, made_dirs, save_record, stop
+from fleetdump.agent.server import ServerRecord, load_record, load_records, save_record
 from fleetdump.agent.share import Share, ShareSpec
 from fleetdump.agent.status import logs, status
+from fleetdump.agent.stop import stop
 
 BROKEN = {
     "empty": b"",

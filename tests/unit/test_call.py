@@ -15,7 +15,7 @@ import pytest
 import testverbs
 
 from fleetdump.agent.procfs import is_alive, start_time
-from fleetdump.agent.protocol import StatusArgs, StatusResult
+from fleetdump.agent.protocol import AuditArgs, AuditResult, StatusArgs, StatusResult
 from fleetdump.errors import HostError, LockedError, UnreachableError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.fleet.bundle import Bundle
@@ -146,6 +146,41 @@ def test_second_operator_is_locked_out_and_told_by_whom(local_config: HostConfig
             second.call(testverbs.CountArgs(), testverbs.Done, verb="count")
         holder.join()
         assert second.call(testverbs.CountArgs(), testverbs.Done, verb="count").pid
+
+
+def test_second_operator_may_wait_for_the_lock(local_config: HostConfig, use_verbs: Bundle) -> None:
+    started = threading.Event()
+    said: list[str] = []
+
+    def hold(host: Host) -> None:
+        host.call(testverbs.NapArgs(3), testverbs.Done, verb="busy", on_event=lambda _: started.set())
+
+    patient = ConnectOptions(lock_wait=60.0, on_locked=lambda host, text: said.append(f"{host}: {text}"))
+    with (
+        connect(local_config, ConnectOptions(operator="first@there")) as first,
+        connect(local_config, patient) as second,
+    ):
+        holder = threading.Thread(target=hold, args=(first,))
+        holder.start()
+        assert started.wait(20)
+        assert "first@there runs busy (pid " in second.call(AuditArgs(), AuditResult, verb="audit").holder
+
+        assert second.call(testverbs.CountArgs(), testverbs.Done, verb="count").pid
+        holder.join()
+        told = second.call(AuditArgs(), AuditResult, verb="audit")
+    assert len(said) == 1
+    assert f"{local_config.name}: waiting for the host's lock: first@there runs busy there" in said[0]
+    assert ([(entry.verb, entry.ok) for entry in told.entries], told.holder) == ([("busy", True), ("count", True)], "")
+
+
+def test_the_audit_log_is_read_from_its_end_and_past_broken_lines(local_host: Host) -> None:
+    assert local_host.call(AuditArgs(), AuditResult, verb="audit") == AuditResult()
+    for _ in range(3):
+        local_host.call(testverbs.CountArgs(), testverbs.Done, verb="count")
+    with (state_of(local_host) / "audit.jsonl").open("ab") as file:
+        file.write(b'{"v":1,"t":"soon"}\n\xff\n{"v":1,"t":1.0,"op')
+    told = local_host.call(AuditArgs(2), AuditResult, verb="audit")
+    assert [(entry.verb, entry.operator) for entry in told.entries] == [("count", "tester@here")] * 2
 
 
 def test_lock_of_a_killed_agent_is_taken_over(local_host: Host) -> None:

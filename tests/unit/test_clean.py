@@ -13,6 +13,7 @@ from fleetdump.agent import patchrecord
 from fleetdump.agent.clean import clean
 from fleetdump.agent.formats import AttemptLine, PieceRecord
 from fleetdump.agent.jsonl import encode_line, open_journal
+from fleetdump.agent.launch import make_capture_dir
 from fleetdump.agent.patching import patch, revert
 from fleetdump.agent.procfs import start_time
 from fleetdump.agent.protocol import (
@@ -27,7 +28,7 @@ from fleetdump.agent.protocol import (
     RunProgress,
     StatusArgs,
 )
-from fleetdump.agent.server import ServerRecord, _make_capture_dir, boot_id, save_record
+from fleetdump.agent.server import ServerRecord, boot_id, save_record
 from fleetdump.agent.share import Share, ShareSpec
 from fleetdump.agent.status import status
 from tests.unit.engineinstall import context, install, spec
@@ -51,7 +52,7 @@ def make_run(state: Path, capture: Path, run: str = "r1") -> None:
 def test_everything_of_ours_goes_with_data(tmp_path: Path) -> None:
     ctx = context(tmp_path)
     capture = tmp_path / "disk" / "hs"
-    _make_capture_dir(ctx.state, capture)
+    make_capture_dir(ctx.state, capture)
     make_run(ctx.state.root, capture)
     (ctx.state.directory("agent", "abc") / "x.py").write_text("")
     (ctx.state.directory("lock") / "holder.json").write_text("")
@@ -116,7 +117,7 @@ def test_files_and_links_of_others_stay(tmp_path: Path) -> None:
 def test_a_folder_that_was_there_before_us_stays_even_when_empty(tmp_path: Path) -> None:
     ctx = context(tmp_path)
     (tmp_path / "disk").mkdir()
-    _make_capture_dir(ctx.state, tmp_path / "disk" / "hs")
+    make_capture_dir(ctx.state, tmp_path / "disk" / "hs")
 
     clean(CleanArgs([str(tmp_path / "disk" / "hs")], data=True), ctx)
 
@@ -147,6 +148,10 @@ def test_what_a_killed_self_check_left_counts_for_nothing_and_goes(tmp_path: Pat
     ctx = context(tmp_path)
     make_run(ctx.state.root, tmp_path / "hs", "selfcheck-1f0c77aa-ab12")
     make_run(ctx.state.root, tmp_path / "hs", "r1")
+    ranks = tmp_path / "hs" / "selfcheck-1f0c77aa-ab12" / "ranks"
+    ranks.mkdir()
+    for name in OURS:
+        (ranks / name).write_bytes(b"")
 
     assert [share.run for share in status(StatusArgs(), ctx).shares] == ["r1"]
     clean(CleanArgs([str(tmp_path / name) for name in capture_dirs]), ctx)
@@ -168,6 +173,35 @@ def test_an_applied_patch_stands_in_the_way_and_a_leftover_folder_goes(tmp_path:
     clean(CleanArgs(interpreters=[Interpreter(engine.python), Interpreter("/no/python")]), ctx)
 
     assert not (engine.site / patchrecord.FOLDER).exists()
+
+
+def test_what_an_upgrade_put_aside_and_a_hook_goes_and_the_package_is_as_shipped(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    engine = install(tmp_path / "venv")
+    shipped = engine.tree()
+    patch(PatchArgs(engine.python, spec()), ctx)
+    engine.model.write_bytes(engine.model.read_bytes() + b"# mine\n")
+    upgraded = patch(PatchArgs(engine.python, spec("2"), force=True), ctx)
+    assert [Path(copy).exists() for copy in upgraded.kept] == [True]
+    (ctx.state.directory("servers", "main", "hook") / "sitecustomize.py").write_text("")
+    revert(RevertArgs(engine.python), ctx)
+
+    result = clean(CleanArgs(interpreters=[Interpreter(engine.python)]), ctx)
+
+    assert not ctx.state.root.exists()
+    assert str(ctx.state.root / "set-aside") in result.removed
+    assert engine.tree() == shipped
+
+
+def test_a_folder_beside_the_package_that_somebody_uses_is_kept_with_the_reason(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    engine = install(tmp_path / "venv")
+    with patchrecord.locked(engine.site):
+        (engine.site / patchrecord.FOLDER / "0.original").write_bytes(b"theirs")
+        result = clean(CleanArgs(interpreters=[Interpreter(engine.python)]), ctx)
+        assert (engine.site / patchrecord.FOLDER / "0.original").exists()
+    (kept,) = result.kept
+    assert kept == f"{engine.site / patchrecord.FOLDER} (another process is changing this installation of sglang)"
 
 
 # --------------------------------------------------------------------------- samples that exist here alone

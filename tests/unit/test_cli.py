@@ -13,6 +13,7 @@ COMMANDS = (
     "init",
     "check",
     "deploy",
+    "selfcheck",
     "status",
     "logs",
     "diagnose",
@@ -22,6 +23,7 @@ COMMANDS = (
     "revert",
     "clean",
     "patches",
+    "audit",
 )
 
 

@@ -106,6 +106,15 @@ def test_other_data_under_the_same_name_is_refused(ledger: Ledger, data: list[Ro
     assert why in caught.value.why
 
 
+def test_a_ledger_that_collect_rebuilt_refuses_other_data(ledger: Ledger) -> None:
+    line = manifest_line("z")
+    ledger.deliver("h1", line, text_of(line))
+    with pytest.raises(UsageError, match="not what run r1 was begun with") as caught:
+        open_run(ledger, "r1", take_in(rows("a", "b")), TARGETS)
+    assert caught.value.why == "rows: 1 missing (first: 'z')"
+    assert not ledger.is_planned
+
+
 def test_what_cannot_begin() -> None:
     with pytest.raises(UsageError, match="run"):
         require_run_name("../x")
@@ -138,17 +147,20 @@ def changed(old: str, new: str) -> str:
         (text_of(manifest_line("a", v=2)), "version 1"),
         (text_of(manifest_line("a", run="r2")), "of run 'r2'"),
         (text_of(manifest_line("a", server="other")), "server 'other'"),
-        (text_of(manifest_line("a", tokens=6)), "5 rows of 6"),
+        (text_of(manifest_line("a", tokens=6)), "rows 5 to 6 of 6 are missing"),
         (text_of(manifest_line("a", supervised=6)), "6 of 5 tokens"),
-        (text_of(manifest_line("a", pieces=manifest_line("a", shards=("x", "y")).pieces[1:])), "starts at 5"),
+        (text_of(manifest_line("a", pieces=manifest_line("a", shards=("x", "y")).pieces[1:])), "rows 5 to 10 of 5"),
         (text_of(manifest_line("z")), "not of this data set"),
         (text_of(manifest_line("a", shards=("../../.ssh/authorized_keys",))), "is no name of a file"),
         (text_of(manifest_line("a", norm="norm-/../../x-0000000a.safetensors")), "is no name of a file"),
         (text_of(manifest_line("a", pieces=[], tokens=0, supervised=0)), "it has no token"),
-        (text_of(manifest_line("a", pieces=[])), "0 rows of 5"),
+        (text_of(manifest_line("a", pieces=[])), "rows 0 to 5 of 5 are missing"),
         (text_of(manifest_line("a", pieces=[replace(PIECE, offset=-1)])), "has offset -1"),
         (text_of(manifest_line("a", pieces=[replace(PIECE, bytes=-80)])), "has -80 bytes, expected 80"),
         (text_of(manifest_line("a", pieces=[replace(PIECE, bytes=1 << 50)])), "expected 80"),
+        (text_of(manifest_line("a", pieces=[replace(PIECE, slots=[0])])), "slots [1] of 2 are missing"),
+        (text_of(manifest_line("a", pieces=[replace(PIECE, slots=[0, 1, 2])])), "slots [0, 1, 2] of 2"),
+        (text_of(manifest_line("a", pieces=[PIECE, PIECE])), "after 5"),
         (text_of(manifest_line("a", hidden=0)), "hidden 0"),
         (text_of(manifest_line("a", dtype="X9")), "unknown dtype"),
         (text_of(manifest_line("a", shards=("",))), "is no name of a file"),

@@ -20,16 +20,17 @@ from fleetdump.agent.context import AgentContext
 from fleetdump.agent.drive import follow, manifest, start_driver, submit
 from fleetdump.agent.driver import work
 from fleetdump.agent.evidence_types import Target
-from fleetdump.agent.formats import row_line
+from fleetdump.agent.formats import ManifestLine, row_line
 from fleetdump.agent.generate import post
 from fleetdump.agent.loop import Timing
 from fleetdump.agent.probes import net
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import AgentFailure, CleanArgs, FollowArgs, ManifestArgs, Request, SubmitArgs
+from fleetdump.agent.protocol import AgentFailure, CleanArgs, FollowArgs, ManifestArgs, Request, SubmitArgs, from_json
 from fleetdump.agent.schedule import Sample, Schedule
 from fleetdump.agent.server import load_record, save_record
 from fleetdump.agent.shards import close_dead
 from fleetdump.agent.share import Share
+from fleetdump.dataset.shards import verify_samples
 
 FAST = Timing(turn=0.01, settle=0.5, pause=0.1, probe=0.05)
 
@@ -76,6 +77,28 @@ def test_every_sample_gets_its_line_and_its_bytes(host: StandIn) -> None:
     assert [piece["start"] for piece in line["pieces"]] == [0, 100, 200, 300, 400, 500, 600, 700]
     assert line["layers"] == {"input": [1, 3], "output": [0, 2]}
     assert line["norm"] == f"norm-main-{host.launch_id}.safetensors"
+
+
+def test_a_sample_is_there_when_every_stage_of_the_pipeline_has_written_it(host: StandIn) -> None:
+    host.set_faults(chunk=100, stages=[[0], [1, 2]])
+    host.start()
+    share = host.share(SAMPLES)
+    drive(host, share)
+    exactly_once(share, set(SAMPLES), host)
+    line = next(line for line in manifest_of(share) if line["id"] == "c05")
+    assert [(p["start"], p["slots"]) for p in line["pieces"]] == [(0, [0]), (100, [0]), (0, [1, 2]), (100, [1, 2])]
+    lines = [from_json(ManifestLine, line) for line in manifest_of(share)]
+    assert verify_samples(Path(host.capture.dir) / "r1", lines) == []
+
+
+def test_a_stage_that_writes_nothing_fails_the_sample_by_name(host: StandIn) -> None:
+    host.set_faults(stages=[[0], [2]])
+    host.start()
+    share = host.share({"a": 5}, max_attempts=1)
+    drive(host, share)
+    assert rejected_of(share) == {"a": "capture_failed"}
+    (outcome,) = [line.detail for line in share.read_attempts() if line.outcome == "rows_missing"]
+    assert outcome.startswith("slots [1] of 3 did not come")
 
 
 def test_long_samples_go_first_and_the_budget_holds(host: StandIn) -> None:

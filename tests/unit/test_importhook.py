@@ -17,9 +17,10 @@ import pytest
 
 from fleetdump.agent import checks, importhook, patching, sitehook
 from fleetdump.agent.context import AgentContext
+from fleetdump.agent.launch import launch
 from fleetdump.agent.patching import patch
 from fleetdump.agent.protocol import AgentFailure, Interpreter, LaunchArgs, PatchArgs, PatchSpec, ServerSpec
-from fleetdump.agent.server import launch, living, load_record, load_records
+from fleetdump.agent.server import living, load_record, load_records
 from tests.unit.engineinstall import MODEL, Install, context, install, runnable, spec, wait_for
 from tests.unit.packagepatches import all_files
 

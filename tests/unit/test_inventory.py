@@ -137,6 +137,11 @@ def test_arguments_and_variables_are_taken_as_written(write: Write) -> None:
     assert server.env == {"A": "010", "B": "yes", "C": ""}
 
 
+def test_flags_of_the_patch_that_a_server_does_without(write: Write) -> None:
+    text = "hosts: {h: {python: /p, servers: [{name: s, port: 1, model_path: m, without: [--disable-radix-cache]}]}}"
+    assert load(write(text)).hosts[0].server("s").without == ["--disable-radix-cache"]
+
+
 def test_merge_keys_and_anchors(write: Write) -> None:
     inventory = load(
         write("defaults: &d {user: root, port: 22}\nhosts:\n  a: {<<: *d, port: 23}\n  b: {<<: [{port: 24}, *d]}\n")
@@ -175,6 +180,7 @@ def test_replicas_with_gpus_dealt_out(write: Write) -> None:
     [
         ("tp: 2, dp: 2", [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("tp: 2, dp: 2, args: [--enable-dp-attention]", [[0, 1], [2, 3]]),
+        ("tp: 2, pp: 2", [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("tp: 2, args: [--device, cpu]", [[], []]),
         ("tp: 2, args: [--device=cpu]", [[], []]),
     ],
@@ -292,6 +298,8 @@ def host(text: str) -> str:
         (server("args: ['a\\0']").replace("'", '"'), 4, "NUL"),
         (server('env: {A: "\\ud800"}'), 4, "surrogate"),
         (server("args: --x"), 4, "expected a list"),
+        (server("without: [x]"), 4, "not a flag such as --disable-radix-cache"),
+        (server("without: [--x=1]"), 4, "not a flag"),
         (server("args: [--api-key, sk-1]"), 4, "by reference"),
         (server("args: [--api-key=sk-1]"), 4, "by reference"),
         (server("env: {HF_TOKEN: hf_1}"), 4, "by reference"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fleetdump import patches
-from fleetdump.agent.protocol import Edit, Insertion, PatchSpec, ReleaseArg, from_json, to_json
+from fleetdump.agent.protocol import Edit, Insertion, PatchSpec, RefusedArg, ReleaseArg, from_json, to_json
 from fleetdump.errors import ExitCode, UsageError
 from fleetdump.patches import PatchError, find_patch, load_patch
 from tests.unit.engineinstall import install
@@ -99,6 +99,19 @@ def test_the_patches_that_ship(name: str) -> None:
     assert from_json(PatchSpec, to_json(patch)) == patch
     for text in patch.files.values():
         compile(text, name, "exec")
+
+
+def test_what_flags_show_and_what_is_refused(write: Write) -> None:
+    text = (
+        "server_args:\n  - {flag: --off, shows: {a.b: True, c: 0.80}, unlogged: ['x.*y'], optional: why, "
+        "optional_from: 0.5.11}\n"
+        "refused_args:\n  - {flags: [--n, --num], allowed: [1, None], why: because}\nedits:"
+    )
+    patch = load_patch(write(MINIMAL.replace("edits:", text)))
+    (arg,) = patch.release_args
+    assert (arg.shows, arg.unlogged) == ({"a.b": "true", "c": "0.80"}, ["x.*y"])
+    assert (arg.optional, arg.optional_from) == ("why", "0.5.11")
+    assert patch.refused_args == [RefusedArg(["--n", "--num"], "because", ["1", "none"])]
 
 
 def test_the_whole_schema(write: Write) -> None:
@@ -192,6 +205,13 @@ def test_identity_is_that_of_edits_and_files(write: Write) -> None:
             1,
             "refused.A: stands under architectures too",
         ),
+        ("edits:", "server_args: [{flag: --x, shows: {a b: 1}}]\nedits:", 3, "not a dotted name in /server_info"),
+        ("edits:", "server_args: [{flag: --x, shows: [a]}]\nedits:", 3, "expected a mapping"),
+        ("edits:", "server_args: [{flag: --x, unlogged: ['(']}]\nedits:", 3, "not a regular expression"),
+        ("edits:", "server_args: [{flag: --x, optional_from: 0.5.1}]\nedits:", 3, "without 'optional'"),
+        ("edits:", "refused_args: [{flags: [], why: x}]\nedits:", 3, "names no flag"),
+        ("edits:", "refused_args: [{flags: [--x]}]\nedits:", 3, "'why' is missing"),
+        ("edits:", "refused_args: [{flags: [x], why: y}]\nedits:", 3, "not a flag"),
     ],
 )
 def test_mistakes_have_lines(write: Write, old: str, new: str, line: int, fragment: str) -> None:

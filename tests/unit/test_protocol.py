@@ -77,3 +77,17 @@ def test_misfit_is_named_by_its_path(data: Any, complaint: str) -> None:
 def test_whole_numbers_are_floats_where_floats_are_due() -> None:
     request = from_json(Request, {"verb": "status", "args": {}, "deadline": 5})
     assert isinstance(request.deadline, float)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ({}, 1),
+        ({"tp": 8}, 8),
+        ({"tp": 4, "pp": 2}, 8),
+        ({"tp": 2, "dp": 3}, 6),
+        ({"tp": 4, "pp": 2, "dp": 4, "args": ["--enable-dp-attention"]}, 8),
+    ],
+)
+def test_a_servers_schedulers_are_counted_over_stages_and_replicas(layout: dict[str, Any], ranks: int) -> None:
+    assert ServerSpec("a", "p", "m", 1, **layout).ranks == ranks

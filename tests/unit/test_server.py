@@ -21,6 +21,7 @@ from fleetdump.agent import procfs
 from fleetdump.agent.arguments import merge_arguments
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.jsonl import write_json
+from fleetdump.agent.launch import launch
 from fleetdump.agent.protocol import (
     AgentFailure,
     CaptureSpec,
@@ -32,17 +33,10 @@ from fleetdump.agent.protocol import (
     StatusArgs,
     StopArgs,
 )
-from fleetdump.agent.server import (
-    launch,
-    living,
-    load_record,
-    load_records,
-    save_record,
-    server_state,
-    stop,
-)
+from fleetdump.agent.server import living, load_record, load_records, save_record, server_state
 from fleetdump.agent.share import DriverRecord
 from fleetdump.agent.status import logs, status
+from fleetdump.agent.stop import stop
 from tests.unit.engineinstall import Install, context, install, runnable, wait_for
 
 
@@ -294,7 +288,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace(server: ServerSpec, ctx:
 def test_orphans_of_a_dead_launcher_are_found_by_their_session(
     server: ServerSpec, ctx: AgentContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetdump.agent.server.ORPHAN_GRACE", 0.3)
+    monkeypatch.setattr("fleetdump.agent.stop.ORPHAN_GRACE", 0.3)
     server.args = ["--children"]
     launch(LaunchArgs(server), ctx)
     pid = listening(ctx)
@@ -314,7 +308,7 @@ def test_launching_again_clears_what_a_dead_launcher_left(
     server: ServerSpec, ctx: AgentContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with other arguments and without ``replace``: nobody can use the remains, so nothing is replaced."""
-    monkeypatch.setattr("fleetdump.agent.server.ORPHAN_GRACE", 0.3)
+    monkeypatch.setattr("fleetdump.agent.stop.ORPHAN_GRACE", 0.3)
     server.args = ["--children"]
     launch(LaunchArgs(server), ctx)
     pid = listening(ctx)
@@ -461,7 +455,7 @@ def test_a_server_outlives_the_process_that_launched_it(server: ServerSpec, ctx:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path; from tests.unit.engineinstall import context\n"
-        "from fleetdump.agent.server import launch\nfrom fleetdump.agent.protocol import *\n"
+        "from fleetdump.agent.launch import launch\nfrom fleetdump.agent.protocol import *\n"
         "spec = ServerSpec('main', sys.argv[2], sys.argv[3], int(sys.argv[4]))\n"
         "launch(LaunchArgs(spec), context(Path(sys.argv[5])))\n"
     )

@@ -42,9 +42,9 @@ def start(config: Any) -> Iterator[Callable[..., Any]]:
     """Starts tap writers and stops them in the end."""
     started = []
 
-    def start(**changes: Any) -> Any:
-        norm = tapfiles.Norm(b"\0\0\x80\x3f" * 8, "F32", 1e-6)
-        started.append(tapfiles.TapWriter(dataclasses.replace(config, **changes), 0, norm))
+    def start(folder: str = "", **changes: Any) -> Any:
+        norm = None if folder else tapfiles.Norm(b"\0\0\x80\x3f" * 8, "F32", 1e-6)
+        started.append(tapfiles.TapWriter(dataclasses.replace(config, **changes), 0, norm, folder))
         return started[-1]
 
     yield start
@@ -55,7 +55,7 @@ def start(config: Any) -> Iterator[Callable[..., Any]]:
 def a_piece(number: int, start: int = 0, run: str = "r1", rows: int = ROWS) -> Any:
     data = random.Random(number).randbytes(rows * 3 * 8 * 4)
     ids = ids_bytes([number] * rows)
-    return tapfiles.Piece(f"fleetdump/{run}/s{number}/1", start, "F32", [rows, 3, 8], ids, memoryview(data))
+    return tapfiles.Piece(f"fleetdump/{run}/s{number}/1", start, "F32", [rows, 3, 8], [0, 1, 2], ids, memoryview(data))
 
 
 def directory(config: Any, run: str = "r1") -> Path:
@@ -89,6 +89,8 @@ def test_pieces_become_a_shard_that_every_reader_takes(config: Any, start: Any) 
         assert reader.read("fleetdump/r1/s2/1:0") == a_piece(2).data
         assert json.loads(reader.header.metadata["layers"]) == [1, 3]
         assert reader.header.metadata["final"] == "pre_norm"
+        assert json.loads(reader.header.metadata["slots"]) == [0, 1, 2]
+    assert [record.slots for record in records if isinstance(record, PieceRecord)] == [[0, 1, 2]] * 3
     assert all(FileName.parse(path.name) for path in directory(config).iterdir())
 
 
@@ -101,6 +103,16 @@ def test_the_norm_is_saved_once_a_run(config: Any, start: Any) -> None:
     assert [(t.name, t.dtype, t.shape) for t in header.tensors] == [("weight", "F32", [8])]
     assert header.metadata["kind"] == "rms"
     assert float(header.metadata["eps"]) == 1e-6
+
+
+def test_what_ranks_write_for_a_check_lies_apart_and_is_complete(config: Any, start: Any) -> None:
+    writer = start(folder="ranks")
+    writer.put([a_piece(1)])
+    writer.stop()
+    assert [path.name for path in directory(config).iterdir()] == ["ranks"]
+    assert oct(directory(config).stat().st_mode & 0o777) == "0o700"
+    assert verify_directory(directory(config) / "ranks").pieces == 1
+    assert verify_directory(directory(config)).pieces == 0
 
 
 def test_each_run_has_a_directory_of_its_own(config: Any, start: Any) -> None:

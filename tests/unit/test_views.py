@@ -17,14 +17,16 @@ from fleetdump.agent.protocol import (
     PatchState,
     ProbeResult,
     RunProgress,
+    SelfCheckResult,
     ServerState,
     StatusResult,
 )
 from fleetdump.diagnosis import Verdict
 from fleetdump.errors import HostError, UnreachableError
 from fleetdump.tasks.deploy import DeployReport, ServerReport
+from fleetdump.tasks.selfcheck import ServerCheck
 from fleetdump.tasks.server import Diagnosis
-from fleetdump.views import console, hosts, progress
+from fleetdump.views import console, hosts, progress, selfcheck
 from fleetdump.views.console import HostResult, SafeConsole, print_error, print_json, quoted, visible
 
 EVIL = "\x1b]0;title\x07\x1b[31m[red]x[/red] :bug: \x9b2J \u202egpj\nerror: forged\r"
@@ -41,7 +43,7 @@ def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         made = SafeConsole(
             file=stream, force_terminal=request.param, no_color=True, soft_wrap=True, highlight=False, emoji=False
         )
-        for module in (console, hosts, progress):
+        for module in (console, hosts, progress, selfcheck):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, made)
     return lambda: (streams[0].getvalue(), streams[1].getvalue())
@@ -99,6 +101,15 @@ EVIL_ANSWERS: dict[str, Callable[[], None]] = {
     ),
     "ready": lambda: hosts.show_deploy("h1", DeployReport(patch=EVIL, servers=[ServerReport("main", "ready")])),
     "diagnosis": lambda: hosts.show_diagnosis("h1", Diagnosis("main", [verdict(), verdict()], EVIL)),
+    "self-check": lambda: selfcheck.show_checks(
+        "h1",
+        [
+            ServerCheck(
+                "main", SelfCheckResult(False, 1, 1, 0.0, EVIL, [Finding("rows", "blocker", EVIL, EVIL)], [EVIL])
+            ),
+            ServerCheck("r1", None, EVIL, EVIL),
+        ],
+    ),
     "error": lambda: print_error(HostError(EVIL, "h1", EVIL, EVIL)),
     "share": lambda: console.err.print(progress._share_line("h1", EVIL, RunProgress("r", "s", "running", detail=EVIL))),
 }

@@ -49,7 +49,8 @@ time.sleep(600)
 
 
 def loading(ranks=("TP0", "TP1"), model=MODEL):
-    steps = [["child", f"sglang::scheduler_{rank}"] for rank in ranks] + [["child", "sglang::detokenizer"]]
+    steps = [["child", f"sglang::scheduler_{rank.replace(' ', '_')}"] for rank in ranks]
+    steps += [["child", "sglang::detokenizer"]]
     for text in (
         "Init torch distributed begin.",
         "Load weight begin.",
@@ -223,11 +224,55 @@ def test_the_wrong_model_class(start, look, port):
     assert "No module named 'tap'" in result.detail
 
 
+def test_of_many_model_files_that_fail_the_one_named_like_the_model_tells():
+    """As on a real host: half a dozen model files want optional packages that are not there."""
+    reasons = {"aria": "no cutlass", "bert": "no audio", "clip": "no vision", "dots": "no tower"}
+    reasons.update(deepseek_v2="broken on purpose", deepseek_nextn="broken on purpose")
+    stamp = "[2026-01-01 00:00:00] "
+    lines = [f"Ignore import error when loading sglang.srt.models.{name}: {why}" for name, why in reasons.items()]
+    fallback = "has no SGLang implementation, falling back to Transformers implementation."
+    lines += [f"{stamp}DeepseekV3ForCausalLM {fallback}", f"{stamp}Load weight end. type=TransformersForCausalLM"]
+    log = "".join(f"{line}\n" for line in lines).encode()
+    args = WatchArgs("main", Patience(), expect_class="DeepseekV3ForCausalLM")
+    outcome, detail = judge(args, Situation(parse_log(log), True))
+    assert outcome == "wrong_model"
+    assert "that failed: deepseek_v2: broken on purpose; " in detail
+
+
+def test_a_rank_that_does_not_say_its_class_is_not_ready():
+    log = b"[2026-01-01 00:00:00 TP0] Load weight end. type=A, mem\n[2026-01-01 00:00:00 TP1] Load weight end.\n"
+    log += b"[2026-01-01 00:00:00] The server is fired up and ready to roll!\n"
+    args = WatchArgs("main", Patience(), ranks=2, expect_class="A")
+    now = Situation(parse_log(log), True, answers=True)
+    assert judge(args, now) is None, "its line may still come"
+    now.since_ready = 60.0
+    outcome, detail = judge(args, now)
+    assert outcome == "wrong_model"
+    assert "1 of 2 ranks never said which model class" in detail
+    assert judge(WatchArgs("main", Patience(), ranks=1, expect_class="A"), now) == ("ready", "")
+
+
 def test_a_rank_without_the_patchs_mark(start, look, port):
     start([*loading(), *serving(port, marks=["TP0"])])
     result, _ = look()
     assert result.outcome == "no_mark"
     assert "1 of 2 ranks" in result.detail
+
+
+def test_a_patch_that_refuses_the_server(start, look, port):
+    refused = "TP1|fleetdump-tap 1 refused (rows are split (over the ranks)) rank=1/2 pp=0/1 layers=[1] model=M"
+    start([*loading(), *serving(port, marks=["TP0"]), ["log", refused]])
+    result, _ = look()
+    assert result.outcome == "no_mark"
+    assert result.detail == "the patch refuses to work: rows are split (over the ranks)"
+
+
+def test_every_stage_of_a_pipeline_must_say_its_mark(start, look, port):
+    ranks = ["PP0 TP0", "PP0 TP1", "PP1 TP0", "PP1 TP1"]
+    start([*loading(ranks), *serving(port, marks=ranks[:3])])
+    result, _ = look(ranks=4)
+    assert result.outcome == "no_mark"
+    assert "1 of 4 ranks" in result.detail
 
 
 def test_a_rank_that_is_killed(start, look, state):
