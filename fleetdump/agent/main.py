@@ -40,6 +40,7 @@ VERB_TABLE: Dict[str, Verb] = {
     "status": Verb(protocol.StatusArgs, "status:status"),
     "watch": Verb(protocol.WatchArgs, "watch:watch"),
     "evidence": Verb(protocol.EvidenceArgs, "evidence:evidence"),
+    "tool": Verb(protocol.ToolArgs, "tools:tool"),
     "selfcheck": Verb(protocol.SelfCheckArgs, "selfcheck:selfcheck"),
     "submit": Verb(protocol.SubmitArgs, "drive:submit", mutates=True),
     "follow": Verb(protocol.FollowArgs, "drive:follow"),

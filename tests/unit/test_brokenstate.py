@@ -18,7 +18,6 @@ import pytest
 
 from fleetdump.agent import audit, detach, healthy, lock, main, server, share
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.evidence import find_target
 from fleetdump.agent.protocol import (
     AgentFailure,
     CaptureSpec,
@@ -32,6 +31,7 @@ from fleetdump.agent.protocol import (
 from fleetdump.agent.server import ServerRecord, load_record, load_records, made_dirs, save_record, stop
 from fleetdump.agent.share import Share, ShareSpec
 from fleetdump.agent.status import logs, status
+from fleetdump.agent.targets import find_target
 
 BROKEN = {
     "empty": b"",
