@@ -77,9 +77,14 @@ class UsageError(FleetdumpError):
 
 
 class UnreachableError(FleetdumpError):
-    """The host could not be reached or refused us (name, route, host key, authentication, time-out)."""
+    """The host could not be reached or refused us (name, route, host key, authentication, time-out). ``code`` is one of
+    ``diagnosis.codes`` where the cause is known."""
 
     exit_code = ExitCode.UNREACHABLE
+
+    def __init__(self, what: str, where: str = "", why: str = "", next_step: str = "", code: str = "unreachable"):
+        super().__init__(what, where, why, next_step)
+        self.code = code
 
 
 class HostError(FleetdumpError):

@@ -15,5 +15,5 @@ def authorization(pid: int, started: int) -> Dict[str, str]:
     stat = procfs.read_stat(pid)
     if stat is None or stat.start_time != started:
         return {}
-    key = option_value(procfs.read_cmdline(pid, stat.state), ("--api-key",))
+    key = option_value(procfs.read_cmdline(pid), ("--api-key",))
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -8,18 +8,21 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from fleetdump.agent import healthy, procfs
 from fleetdump.agent.arguments import option_value
 from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.evidence_files import harmless
 from fleetdump.agent.evidence_report import write_bundle
 from fleetdump.agent.evidence_types import (
     DiskFacts,
     Evidence,
     FlightRecord,
     HostFacts,
+    HttpProbe,
     PortFacts,
+    ProbeRecord,
     ProcessFacts,
     RasFacts,
     Stack,
@@ -27,27 +30,37 @@ from fleetdump.agent.evidence_types import (
     Trace,
     WatchFacts,
 )
-from fleetdump.agent.probes import flight, gpu, host, net, process, ras, reach, stacks, strace
+from fleetdump.agent.probes import cgroup, flight, gpu, host, net, process, ras, reach, stacks, strace
 from fleetdump.agent.probes.bounded import Pending, Probes
 from fleetdump.agent.probes.logfile import LogReader
 from fleetdump.agent.progress import Rates
-from fleetdump.agent.protocol import AgentFailure, EvidenceArgs, EvidenceResult, HealthyProfile, to_json
-from fleetdump.agent.records import in_words
+from fleetdump.agent.protocol import EvidenceArgs, EvidenceResult, HealthyProfile, to_json
 from fleetdump.agent.scrub import proxy_address
-from fleetdump.agent.server import ServerRecord, load_record, readable_records, server_states
+from fleetdump.agent.server import load_record
+from fleetdump.agent.targets import find_target
+from fleetdump.agent.tools import brought
 
-TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
 HEALTHY_LIMIT = 9.0
 PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy")
-ENVIRONMENT_PREFIXES = ("SGLANG_", "SGL_", "NCCL_", "GLOO_", "CUDA_", "TORCH", "OMP_", "HF_", "TRANSFORMERS_", "PYTHON")
+AT_A_TIME = 4
+GPU_SECONDS = 4.0
+"""Between two looks at the GPUs' memory, at most: nvidia-smi itself takes up to a second with eight of them."""
+ENVIRONMENT_PREFIXES = (
+    "SGLANG_", "SGL_", "VLLM_", "NCCL_", "GLOO_", "UCX_", "NVSHMEM_", "CUDA_", "NVIDIA_", "TORCH", "PYTORCH_",
+    "TRITON_", "FLASHINFER_", "DG_", "MAX_JOBS", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "HF_", "HUGGINGFACE_",
+    "TRANSFORMERS_", "MODELSCOPE_", "PYTHON", "LD_", "MALLOC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "TMPDIR", "XDG_CACHE_HOME", "FLEETDUMP_",
+)  # fmt: skip
+"""Variables whose names say something about a hang; in small letters too, for those of proxies."""
 
 
 def evidence(args: EvidenceArgs, ctx: AgentContext) -> EvidenceResult:
-    """Verb ``evidence``: look at a server of ours by name, or at any by port or launcher pid."""
+    """Verb ``evidence``: look at a server of ours by name, or at any by port, pid or what its processes are called."""
     target = find_target(args, ctx)
     watch = WatchFacts(patiences=args.patience)
     data, folder = collect(target, ctx, seconds=args.seconds, deep=args.deep, watch_facts=watch)
-    return EvidenceResult(data, folder)
+    lacks = any(not p["ok"] and p["detail"].startswith(stacks.MISSING) for p in data["probes"])
+    return EvidenceResult(data, folder, "py-spy" if lacks else "")
 
 
 def collect(
@@ -55,19 +68,25 @@ def collect(
 ) -> Tuple[Dict[str, Any], str]:
     """Take the evidence of ``target``: two samples ``seconds`` apart, stage 2 when they show no progress or ``deep``.
 
-    Returns the JSON of ``Evidence`` and the folder of its bundle, ``diagnoses/<time>-<name>/``. Takes about
-    ``seconds`` + 10 s at most, even when probes hang.
+    Returns the JSON of ``Evidence`` and the folder of its bundle, ``diagnoses/<time>-<name>/``; the folder is empty
+    when it cannot be written, which is evidence too (a full disk). Takes about ``seconds`` + 10 s at most, even when
+    probes hang.
     """
     collector = Collector(target, max(0.5, seconds), watch_facts, ctx.state)
     found = collector.stage_one()
     if deep or is_starved(found) or not (made_progress(found) or is_healthy(found)):
         collector.stage_two(found)
-    folder = write_bundle(found, ctx.state)
-    return to_json(found), str(folder)
+    folder = ""
+    try:
+        folder = str(write_bundle(found, ctx.state))
+    except OSError as error:
+        found.probes.append(ProbeRecord("bundle", False, 0.0, f"cannot be stored on the host: {error}"))
+    return harmless(to_json(found)), folder
 
 
 def made_progress(found: Evidence) -> bool:
-    """Whether anything that counts as progress moved between the samples. CPU time never does."""
+    """Whether anything that counts as progress moved between the samples. CPU time never does, nor does what the
+    launcher reads once it serves HTTP (a module that it imports late)."""
     if found.log.news or found.log.forwards:
         return True
     rates, seconds = Rates(), found.seconds
@@ -77,6 +96,7 @@ def made_progress(found: Evidence) -> bool:
         or p.rss_delta > rates.rss_bytes * seconds
         or (p.role == "compiler" and p.cpu > rates.compiler_cores)
         for p in found.processes
+        if not (p.role == "launcher" and found.port.open)
     )
 
 
@@ -90,86 +110,6 @@ def is_starved(found: Evidence) -> bool:
     return found.log.zero_statistics > 1
 
 
-# --------------------------------------------------------------------------- which server
-def find_target(args: EvidenceArgs, ctx: AgentContext) -> Target:
-    """The server that ``args`` name. Raises ``AgentFailure`` (not_found, usage)."""
-    if args.server:
-        record = load_record(ctx.state, args.server)
-        if record is None:
-            known = ", ".join(one.name for one in server_states(ctx.state)) or "none"
-            raise AgentFailure(
-                "not_found",
-                f"server {args.server} was never launched here",
-                why=f"servers of ours on this host: {known}",
-                next_step="launch it with `fleetdump deploy`, or name any other server with --port or --pid",
-            )
-        return target_of(record)
-    if args.port:
-        owner = procfs.port_owner(args.port)
-        if owner is None or not owner.pid:
-            raise AgentFailure(
-                "not_found",
-                f"nobody listens on port {args.port}" if owner is None else f"the owner of port {args.port} is hidden",
-                next_step="name a server of ours with --server, or the launcher's process with --pid",
-            )
-        return target_of_pid(owner.pid, args.port)
-    if args.pid:
-        return target_of_pid(args.pid)
-    records, unreadable = readable_records(ctx.state)
-    if len(records) != 1 or unreadable:
-        names = ", ".join(r.name for r in records) or "none"
-        why = "; ".join([f"servers of ours: {names}", *map(in_words, unreadable.values())])
-        raise AgentFailure("usage", "which server?", why=why, next_step="use --server or --port")
-    return target_of(records[0])
-
-
-def target_of(record: ServerRecord) -> Target:
-    """A server of ours, by its record."""
-    return Target(
-        pid=record.pid,
-        start_time=record.start_time,
-        session=record.pid,
-        server=record.name,
-        port=record.port,
-        host=record.host,
-        log=record.log,
-        ranks=record.tp,
-        python=record.python,
-        watched_paths=[record.capture_dir] if record.capture_dir else [],
-        stopped_at=record.stopped_at,
-    )
-
-
-def target_of_pid(pid: int, port: int = 0) -> Target:
-    """Any server: ``pid`` is its launcher or one of its processes; the rest comes from its command line.
-
-    Raises ``AgentFailure`` when there is no such process.
-    """
-    sample = procfs.read_process(pid)
-    if sample is None:
-        raise AgentFailure("not_found", f"no process {pid} here")
-    while sample.role != "launcher":
-        parent = procfs.read_process(sample.ppid) if sample.ppid > 1 else None
-        if parent is None:
-            break
-        sample = parent
-    if sample.role != "launcher":
-        sample = procfs.read_process(pid) or sample
-    stdout = procfs.read_link(f"{procfs.PROC}/{sample.pid}/fd/1") or ""
-    return Target(
-        pid=sample.pid,
-        start_time=sample.start_time,
-        session=sample.pid if sample.sid == sample.pid else 0,
-        port=port or int(option_value(sample.cmdline, ("--port",), "30000")),
-        host=option_value(sample.cmdline, ("--host",), "127.0.0.1"),
-        log=stdout if stdout.startswith("/") and stdout != "/dev/null" else "",
-        ranks=int(option_value(sample.cmdline, TENSOR_PARALLEL, "1")),
-        nodes=int(option_value(sample.cmdline, ("--nnodes",), "1")),
-        node_rank=int(option_value(sample.cmdline, ("--node-rank",), "0")),
-        python=os.path.join(procfs.read_link(f"{procfs.PROC}/{sample.pid}/cwd") or "", (sample.cmdline or [""])[0]),
-    )
-
-
 # --------------------------------------------------------------------------- collecting
 class Collector:
     """Takes the evidence of one server: first ``stage_one``, then, where it is wanted, ``stage_two``."""
@@ -180,15 +120,17 @@ class Collector:
         self._watch = watch
         self._state = state
         self._probes = Probes()
+        self._environment: Dict[str, str] = {}
 
     def stage_one(self) -> Evidence:
         """Reads only: everything that needs no right but the reader's and stops nobody."""
         target, probes = self._target, self._probes
-        reader = LogReader(target.log, target.ranks)
+        log = _log_path(target)
+        reader = LogReader(log, target.ranks)
         first = self._snapshot()
         began = time.monotonic()
         probes.run("log", reader.first, None, 5.0)
-        slow = self._start_slow(sorted(first.processes))
+        slow = self._start_slow(first)
         time.sleep(max(0.0, self._seconds - (time.monotonic() - began)))
         second = self._snapshot()
         found = Evidence(
@@ -201,70 +143,108 @@ class Collector:
             watch=self._watch,
             probes=probes.records,
         )
-        found.processes = probes.run("processes", lambda: process.compare(first, second, target.log), [], 5.0)
+        compared = probes.run("processes", lambda: process.compare(first, second, log), process.Compared(), 8.0)
+        found.processes = compared.processes
+        self._say_what_is_missing(compared)
         found.log = probes.run("log again", reader.second, found.log, 5.0)
+        found.log.path = target.log
         # Asked only now: the server logs these requests, and its log must not seem to move because of them.
-        living = [p.pid for p in found.processes if p.state not in "ZX"]
-        found.port, found.http = probes.run("port", lambda: self._port(living), (PortFacts(target.port), []), 8.0)
+        self._ask_server(found)
         self._take_slow(found, slow)
         return found
 
     def _snapshot(self) -> process.Snapshot:
-        empty = process.Snapshot(time.monotonic())
-        take = lambda: process.snapshot(self._target.pid, self._target.session, time.monotonic())  # noqa: E731
-        return self._probes.run("sample", take, empty, 5.0)
-
-    def _start_slow(self, pids: List[int]) -> Dict[str, Pending[Any]]:
-        """Probes that may take their time run while the second sample is waited for."""
         target = self._target
+        stat = procfs.read_stat(target.pid)
+        # A later process may have the dead launcher's number.
+        pid = target.pid if stat and target.start_time in (0, stat.start_time) else 0
+        empty = process.Snapshot(time.monotonic())
+        take = lambda: process.snapshot(pid, target.session, time.monotonic())  # noqa: E731
+        return self._probes.run("sample", take, empty, 8.0)
 
-        def start(name: str, function: Callable[[], Any], default: Any, limit: float) -> Pending[Any]:
-            return self._probes.start(name, function, default, limit)
+    def _say_what_is_missing(self, compared: process.Compared) -> None:
+        """What this user may not see, what does not answer, and who is not listed."""
+        living = [p for p in compared.processes if p.state not in "ZX"]
+        hidden = [p for p in living if not p.readable and p.pid not in compared.blocked]
+        if hidden:
+            who = f"{len(hidden)} of {len(living)} processes of the server belong to another user than {os.geteuid()}"
+            what = "their descriptors, I/O counters, system calls and environment may not be read"
+            self._probes.failed("access", f"{who}: {what}; run as root or as that user")
+        for pid in compared.blocked:
+            self._probes.failed(f"process {pid}", "its memory cannot be read: the kernel does not answer (memory lock)")
+        if compared.left_out:
+            self._probes.failed("bystanders", f"{compared.left_out} processes of no known role are not listed")
 
-        living = [pid for pid in pids if procfs.is_alive(pid)]
+    def _start_slow(self, first: process.Snapshot) -> Dict[str, Pending[Any]]:
+        """Probes that may take their time run while the second sample is waited for."""
+        target, start = self._target, self._probes.start
+        living = [pid for pid, sample in sorted(first.processes.items()) if sample.state not in "ZX"]
         anyone = target.pid if target.pid in living else next(iter(living), os.getpid())
-        places = {"log": os.path.dirname(target.log) or "/", "tmp": "/tmp", "shm": "/dev/shm", "home": _home()}  # noqa: S108
-        model = _model_folder(target.pid)
-        places.update({"model": model} if model else {})
-        places.update({f"capture {n}": path for n, path in enumerate(target.watched_paths)})
+        whole = [pid for pid in living if first.processes[pid].role != "scheduler"] or living
+        nothing: Dict[str, str] = {}
+        environment = self._probes.run("environment", lambda: host.environment([anyone, *whole]), nothing, 3.0)
+        home = environment.get("HOME") or str(Path.home())
+        root, between = target.root, min(self._seconds, GPU_SECONDS)
         pending: Dict[str, Pending[Any]] = {
             "dmesg": start("dmesg", host.kernel_log, [], 4.0),
             "memory": start("memory", lambda: host.memory(anyone), None, 3.0),
-            "gpus": start("nvidia-smi", lambda: gpu.inspect(living), [], 9.0),
+            "cgroup": start("cgroup", lambda: (cgroup.cgroup(anyone), anyone), None, 3.0),
+            "gpus": start("nvidia-smi", lambda: gpu.inspect(living, between), [], 9.0 + between),
             "links": start("nvidia-smi topology", gpu.links, [], 9.0),
             "host": start("host", lambda: reach.host_facts(anyone), None, 6.0),
             "ras": start("nccl ras", lambda: ras.ras(living), None, ras.LIMIT + 1.0),
             "locks": start("locks", lambda: host.locks(set(living)), [], 3.0),
-            "lock files": start(
-                "lock files", lambda: host.lock_files(_home(), living, host.environment(anyone)), [], 3.0
-            ),
-            "flight": start("flight recorder", lambda: self._flight(anyone), [], 3.0),
-            "environment": start("environment", lambda: host.environment(anyone), {}, 3.0),
+            "lock files": start("lock files", lambda: host.lock_files(home, environment, root), [], 3.0),
+            "flight": start("flight recorder", lambda: self._flight(environment), [], 3.0),
         }
         if target.server and self._watch and self._watch.healthy is None:
             pending["healthy starts"] = start("healthy starts", self._healthy, None, HEALTHY_LIMIT)
-        for use, path in places.items():
-            pending[f"disk {use}"] = start(f"disk {use}", _disk_probe(use, path), None, 3.0)
+        for use, path in self._places(home).items():
+            pending[f"disk {use}"] = start(f"disk {use}", _disk_probe(use, path, root), None, 3.0)
+        self._environment = environment
         return pending
+
+    def _places(self, home: str) -> Dict[str, str]:
+        """Directories whose file systems matter, by their use."""
+        target = self._target
+        places = {"log": os.path.dirname(target.log) or "/", "tmp": "/tmp", "shm": "/dev/shm", "home": home}  # noqa: S108
+        model = _model_folder(target.pid)
+        places.update({"model": model} if model else {})
+        return {**places, **{f"capture {n}": path for n, path in enumerate(target.watched_paths)}}
 
     def _healthy(self) -> Optional[HealthyProfile]:
         """What healthy starts of this server of ours took; a watcher has brought it along already."""
         record = load_record(self._state, self._target.server)
         return healthy.profile(self._state, healthy.kind_of(record, HEALTHY_LIMIT)[1]) if record else None
 
-    def _flight(self, pid: int) -> List[FlightRecord]:
-        return flight.flight(host.environment(pid), time.time() - _uptime(self._target.pid))
+    def _flight(self, environment: Dict[str, str]) -> List[FlightRecord]:
+        return flight.flight(environment, time.time() - _uptime(self._target.pid), self._target.root)
 
-    def _port(self, pids: List[int]) -> Tuple[PortFacts, List[Any]]:
-        facts = net.port_facts(self._target, pids)
-        answers = net.http_answers(self._target, pids) if facts.open and facts.ours else []
-        return facts, answers
+    def _ask_server(self, found: Evidence) -> None:
+        """Its port, then its status endpoints, all at once."""
+        target, probes = self._target, self._probes
+        living = [p.pid for p in found.processes if p.state not in "ZX"]
+        found.port = probes.run("port", lambda: net.port_facts(target, living), PortFacts(target.port), 5.0)
+        if not (found.port.open and found.port.ours):
+            return
+        asked = [
+            probes.start(f"GET {paths[0]}", _endpoint_probe(target, living[0], paths, limit), None, 2 * limit + 1.0)
+            for paths, limit in net.ENDPOINTS
+        ]
+        found.http = [answer for answer in map(probes.result, asked) if answer]
 
     def _take_slow(self, found: Evidence, slow: Dict[str, Pending[Any]]) -> None:
         taken = {name: self._probes.result(pending) for name, pending in slow.items()}
         found.kernel_log = taken["dmesg"]
         found.memory = taken["memory"] or found.memory
-        found.memory.oom_lines = host.oom_lines(found.kernel_log, self._target.start_time)
+        if taken["cgroup"]:
+            before, pid = taken["cgroup"]
+            found.cgroup = cgroup.since(before, cgroup.cgroup(pid)) if procfs.is_alive(pid) else before
+            found.pressure = cgroup.pressures(pid)
+        found.cpus = cgroup.cpus()
+        found.memory.oom_lines = host.oom_lines(
+            found.kernel_log, self._target.start_time, found.memory, found.cgroup.path
+        )
         found.gpus = taken["gpus"]
         found.host = taken["host"] or HostFacts()
         found.host.gpu_links = taken["links"]
@@ -275,9 +255,8 @@ class Collector:
         found.disks = [taken[name] for name in slow if name.startswith("disk ") and taken[name]]
         if found.watch and "healthy starts" in taken:
             found.watch.healthy = taken["healthy starts"]
-        environment = taken["environment"]
-        found.env_names = sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIXES))
-        found.proxy = _proxies(environment)
+        found.env_names = sorted(name for name in self._environment if name.upper().startswith(ENVIRONMENT_PREFIXES))
+        found.proxy = _proxies(self._environment)
 
     def stage_two(self, found: Evidence) -> None:
         """Looks that stop threads for moments: stacks of launcher and ranks, system calls of launcher and ranks."""
@@ -287,28 +266,34 @@ class Collector:
         names = {p.pid: p.label or p.role for p in found.processes}
         probes = self._probes
         # One tracer a process at a time: all stacks first (fast), then all traces at once.
-        py_spy = probes.run("py-spy", lambda: stacks.find_py_spy(self._target.python), "", 2.0)
+        py_spy = probes.run(
+            "py-spy", lambda: stacks.find_py_spy(self._target.python, brought(self._state, "py-spy")), "", 2.0
+        )
         if py_spy:
-            dumps = [
-                probes.start(f"py-spy {names[p.pid]}", _stack_probe(p, py_spy), Stack(0, "", "", ""), 8.0)
-                for p in chosen
-            ]
-            found.stacks = [stack for stack in map(probes.result, dumps) if stack.pid]
+            dumps = [(f"py-spy {names[p.pid]}", _stack_probe(p, py_spy)) for p in chosen]
+            found.stacks = [stack for stack in self._few_at_a_time(dumps, Stack(0, "", "", "")) if stack.pid]
             if not (made_progress(found) or is_healthy(found)):  # it stops a rank for a second or more
-                self._native(found, [p for p in chosen if process.is_wanted_native(p)], py_spy, names)
+                self._native(found, [p for p in chosen if p.role == "scheduler"], py_spy, names)
             found.stack_groups = stacks.group(found.stacks)
+            found.native_groups = stacks.group(found.stacks, native=True)
         self._trace(found, chosen, names)
 
     def _native(self, found: Evidence, ranks: List[ProcessFacts], py_spy: str, names: Dict[int, str]) -> None:
-        """C and C++ frames of ranks that burn a core: whether they wait for a GPU, and in what."""
+        """C and C++ frames of every rank: whether it waits for a GPU, and in what."""
         none: List[str] = []
-        pending = {
-            p.pid: self._probes.start(f"py-spy --native {names[p.pid]}", _native_probe(p, py_spy), none, 8.0)
-            for p in ranks
-        }
-        native = {pid: self._probes.result(one) for pid, one in pending.items()}
+        dumps = [(f"py-spy --native {names[p.pid]}", _native_probe(p, py_spy)) for p in ranks]
+        native = dict(zip([p.pid for p in ranks], self._few_at_a_time(dumps, none)))
         for stack in found.stacks:
             stack.native = native.get(stack.pid, [])
+
+    def _few_at_a_time(self, probes: List[Tuple[str, Callable[[], Any]]], default: Any) -> List[Any]:
+        """Results of probes that each want a core and some memory."""
+        results: List[Any] = []
+        for begin in range(0, len(probes), AT_A_TIME):
+            some = probes[begin : begin + AT_A_TIME]
+            started = [self._probes.start(name, look, default, 8.0) for name, look in some]
+            results += [self._probes.result(one) for one in started]
+        return results
 
     def _trace(self, found: Evidence, chosen: List[ProcessFacts], names: Dict[int, str]) -> None:
         probes = self._probes
@@ -322,8 +307,21 @@ def _native_probe(target: ProcessFacts, py_spy: str) -> Callable[[], List[str]]:
     return lambda: stacks.native_frames(target, py_spy)
 
 
-def _disk_probe(use: str, path: str) -> Callable[[], DiskFacts]:
-    return lambda: host.disk(use, path)
+def _log_path(target: Target) -> str:
+    """By which name the log can be read from here. A log that was found by the launcher's standard output is read
+    through that descriptor where its name leads nowhere (deleted, or in another mount namespace)."""
+    named, opened = target.root + target.log, f"{procfs.PROC}/{target.pid}/fd/1"
+    if not target.log:
+        return ""
+    return opened if not target.server and not os.path.exists(named) and os.path.exists(opened) else named
+
+
+def _disk_probe(use: str, path: str, root: str) -> Callable[[], DiskFacts]:
+    return lambda: host.disk(use, path, root)
+
+
+def _endpoint_probe(target: Target, pid: int, paths: Sequence[str], limit: float) -> Callable[[], HttpProbe]:
+    return lambda: net.status_endpoint(target, pid, paths, limit)
 
 
 def _stack_probe(target: ProcessFacts, py_spy: str) -> Callable[[], Stack]:
@@ -334,13 +332,9 @@ def _trace_probe(target: ProcessFacts, names: Dict[int, str]) -> Callable[[], Tr
     return lambda: strace.trace(target, names)
 
 
-def _home() -> str:
-    return str(Path.home())
-
-
 def _model_folder(pid: int) -> str:
     """The model's folder, as the launcher was told; empty for a name of a hub."""
-    path = option_value(procfs.read_cmdline(pid, "S"), ("--model-path", "--model"), "")
+    path = option_value(procfs.read_cmdline(pid), ("--model-path", "--model"), "")
     return path if path.startswith("/") else ""
 
 

@@ -37,6 +37,8 @@ class Target:
     """The server's interpreter; py-spy is looked for beside it."""
     watched_paths: List[str] = field(default_factory=list)
     """More directories whose free space matters (the capture directory)."""
+    root: str = ""
+    """Prefix of the server's own files where it lives in another mount namespace: ``/proc/<pid>/root``."""
     stopped_at: float = 0.0
     """When ``fleetdump stop`` ended it (seconds of the epoch); 0: it did not."""
 
@@ -83,16 +85,21 @@ class PipeEnd:
     """The reader itself holds the only writing end that is left: end of file can never come."""
     peer_states: str = ""
     """States of the processes at the other end, one letter each ("T" for a reader that is stopped)."""
+    peer_names: List[str] = field(default_factory=list)
+    """Names of those of them that are not the server's own ("sshd", "tee")."""
 
 
 @dataclass
 class SocketFacts:
-    """A TCP socket of the process; ``state`` as the kernel names it (LISTEN, ESTABLISHED, SYN_SENT, CLOSE_WAIT …)."""
+    """A TCP socket of the process; ``state`` as the kernel names it (LISTEN, ESTABLISHED, SYN_SENT, CLOSE_WAIT …), or
+    UNIX for a Unix socket to another process of this server. ``peer``: that process at its other end, 0 where it is
+    none of them."""
 
     fd: int
     state: str
     local: str
     remote: str = ""
+    peer: int = 0
 
 
 @dataclass
@@ -118,6 +125,7 @@ class ProcessFacts:
     rchar_delta: int = 0
     read_bytes_delta: int = 0
     wchar_delta: int = 0
+    write_bytes_delta: int = 0
     majflt_delta: int = 0
     main: Optional[ThreadFacts] = None
     threads: List[ThreadFacts] = field(default_factory=list)
@@ -139,6 +147,10 @@ class ProcessFacts:
     stderr: str = ""
     writes_log: Optional[bool] = None
     """Whether fd 1 is the watched log file (same device and inode); None when there is no log or fd 1 is unreadable."""
+    errors_in_log: Optional[bool] = None
+    """The same of fd 2."""
+    readable: bool = True
+    """Its descriptors and counters may be read: it is this user's, or this user may look at everybody's."""
     pipes: List[PipeEnd] = field(default_factory=list)
     sockets: List[SocketFacts] = field(default_factory=list)
 
@@ -166,6 +178,8 @@ class LogFacts:
     path: str = ""
     exists: bool = False
     bytes: int = 0
+    skipped: int = 0
+    """Bytes in the middle of a long log that were not read; ``lines`` are those of the rest."""
     lines: int = 0
     growth: int = 0
     news: int = 0
@@ -191,6 +205,8 @@ class LogFacts:
     """The last line has no newline yet."""
     news_seconds: float = 0.0
     """Seconds since the log last said anything new, by its own stamps; 0 when it does not tell."""
+    fallbacks: List[str] = field(default_factory=list)
+    """Model classes that SGLang could not import and replaced by another implementation, each with the reason."""
     waits_for_lock: str = ""
     """The lock file that the last lines name again and again; empty when they do not."""
 
@@ -243,13 +259,15 @@ class LockFacts:
 @dataclass
 class LockFile:
     """A lock file of a compile cache (``use`` "compile") or of a model hub's download folder ("hub"). ``holder`` is a
-    living pid that has it open, 0 for none; ``age_seconds`` is since its last write."""
+    living pid that has it open, 0 for none; ``age_seconds`` is since its last write. ``locked``: the kernel knows a
+    lock on it (flock, fcntl); without one it only exists, which is all that FileBaton and SoftFileLock look at."""
 
     path: str
     age_seconds: float
     holder: int = 0
     use: str = "compile"
     fstype: str = ""
+    locked: bool = False
 
 
 @dataclass
@@ -262,6 +280,44 @@ class MemoryFacts:
     oom_lines: List[str] = field(default_factory=list)
     pressure_some: float = 0.0
     pressure_full: float = 0.0
+
+
+@dataclass
+class CgroupFacts:
+    """The launcher's control group. ``memory_limit`` (bytes) and ``cpu_limit`` (cores) are 0 where there is none;
+    ``memory_events`` are totals by the kernel's own names (high, max, oom, oom_kill)."""
+
+    path: str = ""
+    memory_bytes: int = 0
+    memory_limit: int = 0
+    memory_events: Dict[str, int] = field(default_factory=dict)
+    cpu_limit: float = 0.0
+    periods: int = 0
+    """Scheduling periods between the samples."""
+    throttled: int = 0
+    """Those of them in which its CPU time was used up and it had to wait."""
+    throttled_seconds: float = 0.0
+    """Seconds that its threads waited so, all together."""
+
+
+@dataclass
+class CpuFacts:
+    """``cores`` that we may use, the load of the last minute, and tasks that run or want to at this moment."""
+
+    cores: int = 0
+    load: float = 0.0
+    running: int = 0
+
+
+@dataclass
+class Pressure:
+    """Percent of the last 10 s in which some task, or all of them, waited for ``resource`` (cpu, io, memory);
+    ``scope`` is "host" or "cgroup"."""
+
+    resource: str
+    scope: str
+    some: float
+    full: float
 
 
 @dataclass
@@ -292,6 +348,10 @@ class GpuFacts:
     processes: List[GpuProcess] = field(default_factory=list)
     processes_known: bool = False
     """``processes`` was read; without it an empty list says nothing."""
+    links_down: int = 0
+    """NVLinks that nvidia-smi calls inactive while others of that GPU work."""
+    memory_delta: int = 0
+    """How much more memory was used in the second of two looks; MiB."""
 
 
 @dataclass
@@ -307,8 +367,12 @@ class HostFacts:
     """PCIe bridges whose access control (ACSCtl ReqRedir+) sends peer traffic through the root complex."""
     cgroup: str = ""
     """The launcher's cgroup path."""
+    machine: str = ""
+    """The processor's kind, as ``uname -m`` says."""
     fabric_manager: str = ""
     """State of the fabric manager's unit as systemd says (active, inactive, failed); empty when there is none."""
+    logins: List[str] = field(default_factory=list)
+    """Lines of the journal on login sessions that ended and what was killed with them, "seconds-of-the-epoch text"."""
 
 
 @dataclass
@@ -423,6 +487,9 @@ class Evidence:
     port: PortFacts = field(default_factory=PortFacts)
     http: List[HttpProbe] = field(default_factory=list)
     memory: MemoryFacts = field(default_factory=MemoryFacts)
+    cgroup: CgroupFacts = field(default_factory=CgroupFacts)
+    cpus: CpuFacts = field(default_factory=CpuFacts)
+    pressure: List[Pressure] = field(default_factory=list)
     disks: List[DiskFacts] = field(default_factory=list)
     kernel_log: List[str] = field(default_factory=list)
     locks: List[LockFacts] = field(default_factory=list)
@@ -437,6 +504,8 @@ class Evidence:
     traces: List[Trace] = field(default_factory=list)
     stacks: List[Stack] = field(default_factory=list)
     stack_groups: List[StackGroup] = field(default_factory=list)
+    native_groups: List[StackGroup] = field(default_factory=list)
+    """The same by the C and C++ frames."""
     watch: Optional[WatchFacts] = None
     probes: List[ProbeRecord] = field(default_factory=list)
     deep: bool = False

@@ -42,6 +42,7 @@ VERB_TABLE: Dict[str, Verb] = {
     "watch": Verb(protocol.WatchArgs, "watch:watch"),
     "settings": Verb(protocol.SettingsArgs, "settings:settings"),
     "evidence": Verb(protocol.EvidenceArgs, "evidence:evidence"),
+    "tool": Verb(protocol.ToolArgs, "tools:tool"),
     "selfcheck": Verb(protocol.SelfCheckArgs, "selfcheck:selfcheck"),
     "submit": Verb(protocol.SubmitArgs, "drive:submit", mutates=True),
     "follow": Verb(protocol.FollowArgs, "drive:follow"),

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Set
 
+from fleetdump.agent.guard import Guard, Stuck
+
 PROC = "/proc"
+GUARD_SECONDS = 0.5
+BLOCKED_SECONDS = 30.0
+"""How long a process counts as blocked after a read of its memory did not return within ``GUARD_SECONDS``."""
+_blocked: Dict[int, float] = {}
+_local = threading.local()
 READ_LIMIT = 1 << 20
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -177,6 +186,15 @@ def role_of(cmdline: List[str], comm: str = "") -> str:
     return "other"
 
 
+def _titles_of(stat: Stat) -> List[str]:
+    """Of a living process whose command line cannot be read, the title that the kernel's 15 characters stand for."""
+    return [
+        title
+        for title in ("sglang::scheduler", "sglang::detokenizer")
+        if title[:15] == stat.comm and stat.state not in "ZXx"
+    ]
+
+
 # --------------------------------------------------------------------------- reading
 def read_text(path: str, limit: int = READ_LIMIT) -> Optional[str]:
     """At most ``limit`` bytes of a file as text (bytes that are no UTF-8 are replaced); None when it can't be read."""
@@ -218,11 +236,31 @@ def is_alive(pid: int, started: Optional[int] = None) -> bool:
     return stat is not None and stat.state not in "ZXx" and started in (None, stat.start_time)
 
 
-def read_cmdline(pid: int, state: str) -> List[str]:
-    """Arguments of a process, at most 64 KiB of them. Empty for a process in state D: reading them takes its memory
-    lock, which a process that hangs in the kernel may hold for ever."""
-    text = None if state == "D" else read_text(f"{PROC}/{pid}/cmdline", 1 << 16)
+def read_cmdline(pid: int) -> List[str]:
+    """Arguments of a process, at most 64 KiB of them. Empty when reading them blocks: it takes the memory lock of the
+    process, which one that hangs in the kernel may hold for ever."""
+    text = read_guarded(pid, "cmdline", 1 << 16)
     return [part for part in text.split("\0") if part] if text else []
+
+
+def read_guarded(pid: int, name: str, limit: int = READ_LIMIT) -> Optional[str]:
+    """``read_text`` of a file in /proc/<pid> whose reading may block; None when it does. A process that blocked once
+    is not asked again for ``BLOCKED_SECONDS``."""
+    if time.monotonic() - _blocked.get(pid, -BLOCKED_SECONDS) < BLOCKED_SECONDS:
+        return None
+    guard = getattr(_local, "guard", None) or Guard(GUARD_SECONDS)
+    _local.guard = guard
+    try:
+        return guard.call(lambda: read_text(f"{PROC}/{pid}/{name}", limit))
+    except Stuck:
+        _blocked[pid] = time.monotonic()
+        return None
+
+
+def blocked_pids() -> Set[int]:
+    """Processes whose memory could not be read within the limit, lately."""
+    now = time.monotonic()
+    return {pid for pid, when in _blocked.items() if now - when < BLOCKED_SECONDS}
 
 
 def read_process(pid: int) -> Optional[ProcSample]:
@@ -254,6 +292,19 @@ def server_processes(pid: int, sid: int = 0) -> List[ProcSample]:
     if sid:
         members.update({sample.pid: sample for sample in session_processes(sid)})
     return [members[member] for member in sorted(members)]
+
+
+def all_processes() -> List[ProcSample]:
+    """Every process of this pid namespace; one that still has the title of a parent that forked it is told apart."""
+    return _disown_forks([_sample(stat) for stat in _all_stats()])
+
+
+def root_of(pid: int) -> str:
+    """Where the files that ``pid`` sees are for us: ``/proc/<pid>/root`` for a process in another mount namespace or
+    root (a container), empty for one that sees what we see."""
+    ours, theirs = read_link(f"{PROC}/self/ns/mnt"), read_link(f"{PROC}/{pid}/ns/mnt")
+    inside = read_link(f"{PROC}/{pid}/root")
+    return f"{PROC}/{pid}/root" if (theirs and theirs != ours) or (inside or "/") != "/" else ""
 
 
 def socket_inodes(pid: int) -> Set[int]:
@@ -294,7 +345,7 @@ def port_owner(port: int) -> Optional[PortOwner]:
         return None
     for stat in _all_stats():
         if inodes & socket_inodes(stat.pid):
-            return PortOwner(port, stat.pid, stat.start_time, read_cmdline(stat.pid, stat.state))
+            return PortOwner(port, stat.pid, stat.start_time, read_cmdline(stat.pid))
     return PortOwner(port, 0)
 
 
@@ -312,7 +363,8 @@ def _disown_forks(samples: List[ProcSample]) -> List[ProcSample]:
 
 
 def _sample(stat: Stat) -> ProcSample:
-    cmdline = read_cmdline(stat.pid, stat.state)
+    cmdline = read_cmdline(stat.pid)
+    titles = cmdline or _titles_of(stat)
     status = parse_fields(read_text(f"{PROC}/{stat.pid}/status", 1 << 16) or "")
     io = parse_fields(read_text(f"{PROC}/{stat.pid}/io", 4096) or "")
     return ProcSample(
@@ -323,7 +375,7 @@ def _sample(stat: Stat) -> ProcSample:
         state=stat.state,
         comm=stat.comm,
         cmdline=cmdline,
-        role=role_of(cmdline, stat.comm),
+        role=role_of(titles, stat.comm),
         rank=rank_of(cmdline),
         threads=stat.threads,
         utime=stat.utime,

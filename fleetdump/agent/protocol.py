@@ -587,8 +587,9 @@ class WatchResult:
 
 @dataclass
 class EvidenceArgs:
-    """Collect evidence of a server: ours by ``server``, any by ``port`` or ``pid``. ``seconds`` lie between the two
-    samples; ``deep`` takes stage 2 (strace, stacks) even when the samples show progress."""
+    """Collect evidence of a server: ours by ``server`` (by ``port`` if it was never launched here), any by ``port`` or
+    ``pid``, the only one of the host without any of them. ``seconds`` lie between the two samples; ``deep`` takes
+    stage 2 (strace, stacks) even when the samples show progress."""
 
     server: str = ""
     port: int = 0
@@ -600,10 +601,28 @@ class EvidenceArgs:
 
 @dataclass
 class EvidenceResult:
-    """``evidence`` is the JSON of ``evidence_types.Evidence``."""
+    """``evidence`` is the JSON of ``evidence_types.Evidence``; ``evidence_dir`` is empty where the host could not store
+    it. ``wants``: a tool that stage 2 lacked, which the controller may bring (``ToolArgs``) and ask again."""
 
     evidence: Dict[str, Any]
     evidence_dir: str
+    wants: str = ""
+
+
+@dataclass
+class ToolArgs:
+    """Keep a program for this host's diagnoses: ``tools/<name>-<sha256>`` below the state directory. The body's lines
+    are its bytes, compressed with zlib and then cut, each ``{"data": <base64>}``."""
+
+    name: str
+    sha256: str
+
+
+@dataclass
+class ToolResult:
+    """Where it lies."""
+
+    path: str
 
 
 @dataclass

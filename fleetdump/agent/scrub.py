@@ -1,4 +1,5 @@
-"""Secrets taken out of command lines, log lines and proxy addresses before they are stored or shown."""
+"""Secrets taken out of command lines, log lines and proxy addresses before they are stored or shown, and what a
+terminal would obey."""
 
 from __future__ import annotations
 
@@ -21,6 +22,15 @@ _BEARER = re.compile(r"(?P<name>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{6,}", r
 _TOKEN = re.compile(r"\b(?:hf_[A-Za-z0-9]{10,}|sk-[A-Za-z0-9_-]{10,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})")
 _USERINFO = re.compile(r"(?<![a-z0-9+.-])(?P<scheme>[a-z][a-z0-9+.-]*://)[^/\s@'\"]+@", re.IGNORECASE)
 _ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?(?:[^@/\s]*@)?(?P<address>\[[0-9a-f:]+\](?::\d+)?|[^/@\s?#]+)", re.I)
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?"  # terminal escapes, whole
+    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+"
+)
+
+
+def printable(text: str) -> str:
+    """``text`` as one line that does nothing to a terminal: no escapes, control characters or changes of direction."""
+    return _CONTROL.sub(lambda match: "" if match[0][0] == "\x1b" else "\ufffd", text)
 
 
 def scrub(text: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from fleetdump.agent.evidence_types import Evidence
+from fleetdump.agent.evidence_files import write_files
+from fleetdump.agent.evidence_types import EVIDENCE_VERSION, Evidence
 from fleetdump.agent.protocol import ProtocolError, from_json, to_json
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, run
 from fleetdump.diagnosis import STALL
@@ -89,18 +90,23 @@ def _data(diagnoses: list[Diagnosis]) -> list[Any]:
 
 def _save(folder: Path, diagnosis: Diagnosis) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    text = json.dumps(diagnosis.evidence, indent=1)
-    (folder / "evidence.json").write_text(text + "\n", encoding="utf-8")
+    write_files(from_json(Evidence, diagnosis.evidence), folder)
+
+
+def _load(path: Path) -> Evidence:
+    step = "give the folder that diagnose --save wrote, or one written as docs/evidence.md says"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        version = data.get("v", EVIDENCE_VERSION) if isinstance(data, dict) else None
+        if version != EVIDENCE_VERSION:
+            raise ProtocolError(f"its schema is version {version}, this fleetdump reads version {EVIDENCE_VERSION}")
+        return from_json(Evidence, data)
+    except (OSError, ValueError, ProtocolError) as error:
+        raise UsageError("not an evidence bundle that can be read", str(path), str(error), step) from error
 
 
 def _judge_bundle(options: FleetOptions, bundle: Path, anonymise: bool, as_markdown: bool) -> None:
-    path = bundle / "evidence.json" if bundle.is_dir() else bundle
-    try:
-        evidence = from_json(Evidence, json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ProtocolError) as error:
-        raise UsageError(
-            "not an evidence bundle", str(path), str(error), "give the folder that diagnose --save wrote"
-        ) from error
+    evidence = _load(bundle / "evidence.json" if bundle.is_dir() else bundle)
     diagnosis = Diagnosis(evidence.target.server or bundle.name, decide(evidence), "", to_json(evidence))
     diagnosis = masked(diagnosis) if anonymise else diagnosis
     report = Report(options, _verb(as_markdown))

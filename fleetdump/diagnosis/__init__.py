@@ -2,6 +2,18 @@
 
 from fleetdump.diagnosis.anonymise import anonymise
 from fleetdump.diagnosis.decide import diagnose
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, OK, STALL, WAIT, Verdict
+from fleetdump.diagnosis.types import CERTAINTY, DIRECT, LOG_ONLY, MEASURED, OK, PATTERN, STALL, WAIT, Verdict
 
-__all__ = ["HIGH", "LOW", "MEDIUM", "OK", "STALL", "WAIT", "Verdict", "anonymise", "diagnose"]
+__all__ = [
+    "CERTAINTY",
+    "DIRECT",
+    "LOG_ONLY",
+    "MEASURED",
+    "OK",
+    "PATTERN",
+    "STALL",
+    "WAIT",
+    "Verdict",
+    "anonymise",
+    "diagnose",
+]

@@ -11,7 +11,7 @@ from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import from_json, to_json
 
 HOST, USER = "host-1", "user-1"
-_HOME = re.compile(r"/(?:home|Users)/([\w.-]+)")
+_HOME = re.compile(r"/(?:home|Users)/([\w.-]+)|\bof user ([\w-]+)")
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])")
 _IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])")
 _PROXY_HOST = re.compile(r"^(\[[^\]]*\]|[^:]+)(:\d+)?$")
@@ -36,7 +36,8 @@ class _Mask:
     """Replaces in one text after another."""
 
     def __init__(self, hostname: str, texts: list[str]) -> None:
-        users = sorted({name for text in texts for name in _HOME.findall(text)} - SYSTEM_USERS)
+        found = {home or login for text in texts for home, login in _HOME.findall(text)}
+        users = sorted(found - SYSTEM_USERS)
         self._words = {user: f"user-{number}" for number, user in enumerate(users, 1)}
         short, _, domain = hostname.partition(".")
         if short and short != "localhost":

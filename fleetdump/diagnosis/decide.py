@@ -4,30 +4,34 @@ from __future__ import annotations
 
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.diagnosis import signatures
-from fleetdump.diagnosis.references import REFERENCES
+from fleetdump.diagnosis.codes import CODES
 from fleetdump.diagnosis.registry import SIGNATURES, Step
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
+from fleetdump.diagnosis.suspect import telling_frame
+from fleetdump.diagnosis.types import CERTAINTY, PATTERN, Verdict
 from fleetdump.diagnosis.view import View
-
-_CONFIDENCE = {HIGH: 0, MEDIUM: 1, LOW: 2}
+from fleetdump.diagnosis.words import name_of, rank_names
 
 __all__ = ["diagnose", "signatures"]
 
 
 def diagnose(evidence: Evidence) -> list[Verdict]:
-    """All verdicts that the evidence supports, best first: by decision order, then by confidence; never empty."""
+    """All verdicts that the evidence supports, best first: by decision order, then by confidence; never empty, no
+    code twice."""
     view = View(evidence)
     found = [(step, verdict) for step, check in SIGNATURES if (verdict := check(view))]
     found = [item for item in found if item[0] == Step.ENDED] or found
-    found.sort(key=lambda item: (item[0], _CONFIDENCE[item[1].confidence]))
+    found.sort(key=lambda item: (item[0], CERTAINTY.index(item[1].confidence)))
     causes = any(step < Step.NOTES for step, _ in found)
-    verdicts = [verdict for _, verdict in found]
+    best: dict[str, Verdict] = {}
+    for _, verdict in found:
+        best.setdefault(verdict.code, verdict)
+    verdicts = list(best.values())
     if not causes:
         verdicts.insert(0, _unknown(view))
     for verdict in verdicts:
         verdict.server = evidence.target.server
         verdict.ruled_out = _ruled_out(view)
-        verdict.references = list(REFERENCES.get(verdict.code, ()))
+        verdict.references = list(CODES[verdict.code].reports)
         verdict.evidence = [*verdict.evidence, *_blind(view)]
     return verdicts
 
@@ -39,16 +43,33 @@ def _unknown(view: View) -> Verdict:
     facts = [
         *(view.progress[:1] or [f"nothing moved in two samples {evidence.seconds:.0f} s apart"]),
         f"{port}; {http}" if http else port,
-        ", ".join(f"{p.label or p.role}: state {p.state}, {p.cpu:.0%} CPU" for p in view.members) or "no process seen",
+        _where_they_are(view),
     ]
     return Verdict(
         "UNKNOWN",
-        f"no known signature fits (phase {view.phase})",
-        LOW,
+        f"the cause is not known: {_standstill(view)}, and no known case fits",
+        PATTERN,
         phase=view.phase,
         evidence=facts,
         next_steps=[_deciding_probe(view)],
     )
+
+
+def _where_they_are(view: View) -> str:
+    """Ranks by their stacks where those are known, else all processes by state and CPU."""
+    if view.stack_groups:
+        return "; ".join(f"{rank_names(g.ranks)} at {telling_frame(g.frames)}" for g in view.stack_groups if g.frames)
+    states = ", ".join(f"{name_of(p)}: state {p.state}, {p.cpu:.0%} CPU" for p in view.members)
+    return states or "no process could be read"
+
+
+def _standstill(view: View) -> str:
+    """What is the matter, as far as it can be said without a cause."""
+    if not view.members:
+        return "no process of the server can be seen"
+    quiet, _ = view.silence
+    since = f" for {quiet:.0f} s" if 0 < quiet < float("inf") else ""
+    return f"nothing moves{since} in phase {view.phase}" if not view.progress else f"it moves in phase {view.phase}"
 
 
 def _deciding_probe(view: View) -> str:
@@ -72,7 +93,7 @@ def _ruled_out(view: View) -> list[str]:
         found.append("log elsewhere: fd 1 of the launcher is the watched log")
     if evidence.disks and all(d.free_bytes >= 1 << 20 and d.free_inodes != 0 for d in evidence.disks):
         found.append("disk full: every file system in use has space and inodes")
-    if not evidence.memory.oom_lines and not evidence.memory.oom_kills:
+    if not (evidence.memory.oom_lines or evidence.memory.oom_kills or evidence.cgroup.memory_events.get("oom_kill")):
         found.append("out of memory: no kill in the kernel log or the cgroup")
     if evidence.launcher_alive and view.schedulers and not view.missing_ranks:
         found.append("dead process: launcher and every rank live")
@@ -87,7 +108,10 @@ def _ruled_out(view: View) -> list[str]:
     return found
 
 
+TELLING_PROBES = ("py-spy", "strace", "access", "process ")
+
+
 def _blind(view: View) -> list[str]:
-    """Probes of stage 2 that failed: why the verdict rests on /proc alone."""
-    failed = [p for p in view.evidence.probes if not p.ok and p.name.startswith(("py-spy", "strace"))]
+    """Probes that failed and would have made the verdict surer."""
+    failed = [p for p in view.evidence.probes if not p.ok and p.name.startswith(TELLING_PROBES)]
     return [f"{p.name} failed: {p.detail}" for p in failed]

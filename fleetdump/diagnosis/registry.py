@@ -14,8 +14,8 @@ Signature = Callable[[View], Verdict | None]
 class Step(enum.IntEnum):
     """The decision order: what is found at an earlier step stands before what is found at a later one.
 
-    Causes outside the server (hardware, host) come before what they did to its processes. What is found at ENDED stands
-    alone: a server that its operator ended has nothing to explain.
+    Causes outside the server (hardware, host, limits that were set) come before what they did to its processes. What is
+    found at ENDED stands alone: a server that its operator ended has nothing to explain.
     """
 
     ENDED = 0

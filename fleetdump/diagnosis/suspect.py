@@ -6,13 +6,18 @@ import re
 from dataclasses import dataclass, field
 
 from fleetdump.agent.evidence_types import ProcessFacts
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM
+from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN
 from fleetdump.diagnosis.view import Spin, View
+from fleetdump.diagnosis.words import rank_names
 
 COLLECTIVES = re.compile(
     r"^(?:[\w<>.]*\.)?(?P<name>all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|monitored_barrier|"
     r"recv\w*|send\w*|all_to_all\w*|gather|scatter) "
 )
+
+
+_LIBRARY_WAIT = re.compile(r"\((?:.*/)?(?:threading|queue|selectors|socket|ssl|subprocess|concurrent/futures/\w+)\.py:")
+_LOOKS_FOR_REQUESTS = re.compile(r"\brecv_(?:requests|reqs|from_)|\b_?poll_requests|\bget_next_batch")
 
 
 @dataclass
@@ -21,7 +26,7 @@ class Suspect:
 
     rank: int | None = None
     what: str = ""
-    confidence: str = LOW
+    confidence: str = PATTERN
     facts: list[str] = field(default_factory=list)
     next_steps: list[str] = field(default_factory=list)
     diverged: bool = False
@@ -29,7 +34,17 @@ class Suspect:
 
 def suspect(view: View) -> Suspect:
     """Name the rank that the others wait for; the strongest reason wins."""
-    for reason in (_lone_spin, _python_spin, _idle_gpu, _diverged, _minority, _behind, _only_rank):
+    for reason in (
+        _counted_behind,
+        _lone_spin,
+        _python_spin,
+        _idle_gpu,
+        _diverged,
+        _outside,
+        _minority,
+        _behind,
+        _only_rank,
+    ):
         found = reason(view)
         if found:
             found.facts += [fact for p in view.blocked if p.rank != found.rank for fact in blocked_facts(view, p)]
@@ -41,7 +56,7 @@ def _nobody(view: View) -> Suspect:
     facts = [fact for spin in view.spins for fact in spin.facts]
     facts += [fact for p in view.blocked for fact in blocked_facts(view, p)]
     if view.spins and all(spin.kind == "gpu" for spin in view.spins) and len(view.spins) == len(view.schedulers):
-        return Suspect(None, "every rank waits for its GPU in a busy loop", MEDIUM, facts, _NEXT_GPU)
+        return Suspect(None, "every rank waits for its GPU in a busy loop", MEASURED, facts, _NEXT_GPU)
     return Suspect(facts=facts, next_steps=_NEXT_UNKNOWN)
 
 
@@ -49,6 +64,7 @@ _NEXT_GPU = [
     "ask NCCL RAS (port 28028): counts that differ mean diverged ranks, equal ones a kernel without end",
     "take native stacks (py-spy dump --native)",
 ]
+_NEXT_STACK = ["read that rank's stack (--deep): what it does instead is the cause"]
 _NEXT_UNKNOWN = [
     "take the evidence again with --deep (stacks of every rank)",
     "if ptrace is refused, run fleetdump outside the container or add SYS_PTRACE",
@@ -73,51 +89,115 @@ def _python_spin(view: View) -> Suspect | None:
     return found
 
 
+def _counted_behind(view: View) -> Suspect | None:
+    """By NCCL's or PyTorch's own count one rank has launched less than all others, and it does not wait for a GPU."""
+    behind = {_fewest({(one.pid, one.rank): one.count for one in m.ranks}) for m in view.evidence.ras.mismatches}
+    pids = {p.pid: p.rank for p in view.schedulers}
+    late_ranks = {pids.get(found[0], found[1]) for found in behind if found}
+    facts = [f"NCCL RAS: rank {rank} has launched fewer operations than all others" for rank in late_ranks]
+    if not behind and view.evidence.flight:
+        late = _fewest({(0, one.rank): one.sequence for one in view.evidence.flight})
+        late_ranks = {late[1]} if late else set()
+        facts = [f"flight recorder: rank {rank} is behind all others" for rank in late_ranks]
+    if len(late_ranks) != 1 or None in behind:
+        return None
+    rank = late_ranks.pop()
+    own = next((spin for spin in view.spins if spin.process.rank == rank), None)
+    process = next((p for p in view.schedulers if p.rank == rank), None)
+    busy_elsewhere = any(spin.kind == "python" and spin is not own for spin in view.spins)
+    if process is None or busy_elsewhere or (behind and own and own.kind == "gpu"):
+        return None
+    if own and own.kind != "gpu":
+        found = _of_spin(view, own)
+        found.facts += facts
+        return found
+    return Suspect(
+        rank, f"is behind all others: it {_state_word(process, view) or 'does nothing'}", DIRECT, facts, _NEXT_STACK
+    )
+
+
+def _fewest(counts: dict[tuple[int, int], int]) -> tuple[int, int] | None:
+    """The only one with the least, where all others have the same."""
+    least = [key for key, count in counts.items() if count == min(counts.values())]
+    return least[0] if len(least) == 1 and len(set(counts.values())) == 2 else None
+
+
 def _idle_gpu(view: View) -> Suspect | None:
     """All spin on the host, and exactly one GPU has nothing to do: its rank has not joined."""
-    gpus = {gpu.index: gpu.utilization for gpu in view.evidence.gpus}
-    if len(view.spins) < 2 or len(gpus) != len(view.schedulers):
+    own = [(process, gpu) for process in view.schedulers if (gpu := view.gpu_of(process))]
+    idle = [(process, gpu) for process, gpu in own if gpu.utilization == 0]
+    if len(view.spins) < 2 or len(own) < len(view.schedulers) or len(idle) != 1:
         return None
-    idle = [index for index, utilization in gpus.items() if utilization == 0]
-    spin = next((s for s in view.spins if len(idle) == 1 and s.process.rank == idle[0]), None)
+    process, gpu = idle[0]
+    spin = next((s for s in view.spins if s.process is process), None)
     if spin is None:
         return None
     found = _of_spin(view, spin)
-    found.confidence = MEDIUM
-    found.facts.append(f"GPU {idle[0]} is at 0 %, the others at {max(gpus.values())} %: they wait for its rank")
+    found.confidence = MEASURED
+    busiest = max(other.utilization for _, other in own)
+    found.facts.append(f"GPU {gpu.index} is at 0 %, the others at {busiest} %: they wait for its rank")
     return found
 
 
 def _diverged(view: View) -> Suspect | None:
-    """All sleep, and the stacks are in different collectives."""
-    if view.spins:
+    """The stacks are in different collectives, and nobody runs Python code that the others may wait for."""
+    if any(spin.kind == "python" for spin in view.spins):
         return None
     where = {s.label: match["name"] for s in view.evidence.stacks if s.label and (match := _collective(s.frames))}
     # Neighbouring pipeline stages send and receive at the same time: that is no difference of opinion.
     if len({name for name in where.values() if not name.startswith(("send", "recv", "isend", "irecv"))}) < 2:
         return None
-    listed = ", ".join(f"{label} in {name}" for label, name in sorted(where.items()))
-    group = [g for g in view.evidence.stack_groups if g.minority]
+    names = sorted(set(where.values()), key=lambda name: -list(where.values()).count(name))
+    places = "; ".join(f"{rank_names(label for label in where if where[label] == name)} in {name}" for name in names)
+    group = [g for g in view.stack_groups if g.minority]
     rank = _rank_of(view, group[0].ranks[0]) if len(group) == 1 and len(group[0].ranks) == 1 else None
     return Suspect(
         rank,
-        f"ranks are in different collectives: {listed}" if rank is None else f"is in another collective: {listed}",
-        MEDIUM,
-        [f"stacks: {listed}"],
+        f"ranks are in different collectives: {places}" if rank is None else f"is in another collective: {places}",
+        PATTERN,
+        [f"stacks: {places}"],
         ["look for code that only some ranks run (a condition on rank, a patch) before those frames"],
         diverged=True,
     )
 
 
+def _outside(view: View) -> Suspect | None:
+    """All ranks but one wait in a collective, and that one is somewhere else. A scheduler that looks for requests is
+    where it belongs."""
+    known = {p.label: stack for p in view.schedulers if (stack := view.stack(p)) and stack.frames}
+    absent = [label for label, stack in known.items() if not collective_of(stack.frames)]
+    if len(absent) != 1 or len(known) < 2 or len(known) < len(view.schedulers):
+        return None
+    stack = known[absent[0]]
+    if any(_LOOKS_FOR_REQUESTS.search(frame) for frame in stack.frames[:5]):
+        return None
+    others = rank_names(label for label in known if label != absent[0])
+    waits = sorted({collective_of(known[label].frames) for label in known if label != absent[0]})
+    facts = [f"{others} waits in {', '.join(waits)}", f"{absent[0]} is at {stack.frames[0]}, {_callers(stack.frames)}"]
+    what = f"is at {telling_frame(stack.frames)} while {others} waits for it in {', '.join(waits)}"
+    return Suspect(_rank_of(view, absent[0]), what, DIRECT, facts, _NEXT_STACK)
+
+
+def telling_frame(frames: list[str]) -> str:
+    """The innermost frame that is not a waiting call of Python's own library."""
+    return next((frame for frame in frames if not _LIBRARY_WAIT.search(frame)), frames[0])
+
+
+def _callers(frames: list[str]) -> str:
+    return f"called from {' < '.join(frame.split(' (')[0] for frame in frames[1:4]) or 'nothing'}"
+
+
 def _minority(view: View) -> Suspect | None:
-    """One rank's stack differs from all others'."""
-    group = [g for g in view.evidence.stack_groups if g.minority]
+    """One rank's stack differs from all others'. Stages of a pipeline differ always."""
+    if any("PP" in p.label for p in view.schedulers):
+        return None
+    group = [g for g in view.stack_groups if g.minority]
     if len(group) != 1 or len(group[0].ranks) != 1:
         return None
     label = group[0].ranks[0]
     facts = [f"{label} alone is in {group[0].frames[0] if group[0].frames else 'no Python frame'}"]
     return Suspect(
-        _rank_of(view, label), "is elsewhere than all other ranks", MEDIUM, facts, [f"look at {label}'s stack"]
+        _rank_of(view, label), "is elsewhere than all other ranks", PATTERN, facts, [f"look at {label}'s stack"]
     )
 
 
@@ -127,7 +207,7 @@ def _behind(view: View) -> Suspect | None:
         return None
     process = view.behind[0]
     facts = [f"{process.label} logged fewer marks than the other ranks"]
-    return Suspect(process.rank, _state_word(process, view), LOW, facts, _NEXT_UNKNOWN)
+    return Suspect(process.rank, _state_word(process, view), LOG_ONLY, facts, _NEXT_UNKNOWN)
 
 
 def _only_rank(view: View) -> Suspect | None:
@@ -135,8 +215,7 @@ def _only_rank(view: View) -> Suspect | None:
     if len(view.schedulers) != 1:
         return None
     process = view.schedulers[0]
-    confidence = MEDIUM if view.stack(process) else LOW
-    return Suspect(process.rank, _state_word(process, view), confidence, blocked_facts(view, process), _NEXT_UNKNOWN)
+    return Suspect(process.rank, _state_word(process, view), PATTERN, blocked_facts(view, process), _NEXT_UNKNOWN)
 
 
 def _of_spin(view: View, spin: Spin) -> Suspect:
@@ -153,7 +232,7 @@ def _of_spin(view: View, spin: Spin) -> Suspect:
     else:
         what = "spins without system calls"
         steps = ["take its stack: install py-spy beside the server's interpreter, or allow ptrace", *_NEXT_UNKNOWN[1:]]
-    return Suspect(process.rank, what, HIGH if sure else MEDIUM, facts, steps)
+    return Suspect(process.rank, what, DIRECT if sure else MEASURED, facts, steps)
 
 
 def blocked_facts(view: View, process: ProcessFacts) -> list[str]:
@@ -170,7 +249,7 @@ def blocked_facts(view: View, process: ProcessFacts) -> list[str]:
 
 def stack_facts(view: View) -> list[str]:
     """Stack groups in words, when there is more than one."""
-    groups = view.evidence.stack_groups
+    groups = view.stack_groups
     if len(groups) < 2:
         return []
     return [
@@ -196,5 +275,5 @@ def _rank_of(view: View, label: str) -> int | None:
 def _state_word(process: ProcessFacts, view: View) -> str:
     stack = view.stack(process)
     if stack and stack.frames:
-        return f"is at {stack.frames[0]}"
+        return f"is at {telling_frame(stack.frames)}"
     return f"sleeps in {process.main.wchan}" if process.main and process.main.wchan else ""

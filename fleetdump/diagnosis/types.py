@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-HIGH, MEDIUM, LOW = "high", "medium", "low"
-"""Confidence. High: measured directly (a pipe's other end, a lock's holder, a kernel line), or two samples that another
-tool confirms. Medium: two samples alone, or a clear stack pattern. Low: log text alone."""
+DIRECT, MEASURED, PATTERN, LOG_ONLY = "direct", "measured", "pattern", "log only"
+"""Confidence. Direct: the cause itself was seen (a pipe's other end, a lock's holder, a kernel line, a process's state,
+the code in which a thread stands). Measured: two samples say so (CPU, switches, bytes, power). Pattern: stacks, marks
+or settings look like a known case, and others may look the same. Log only: nothing but text of the log."""
+
+CERTAINTY = (DIRECT, MEASURED, PATTERN, LOG_ONLY)
+"""From the surest on."""
 
 OK, WAIT, STALL = "ok", "wait", "stall"
 """Severity: nothing is wrong; it works and takes its time; it will not go on by itself."""

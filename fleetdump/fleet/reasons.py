@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fleetdump.fleet.connection import StrictConnection
 
 _BANNER = "Error reading SSH protocol banner"
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
@@ -30,7 +31,7 @@ def explain(error: Exception, name: str, connection: StrictConnection) -> Unreac
     """The error that a user reads for ``error``, which opening ``connection`` to the host ``name`` raised."""
     target = f"{connection.user}@{connection.host}:{connection.port}"
     what, why, next_step = _cause(error, connection)
-    return UnreachableError(what, where=name, why=f"{target}: {why}", next_step=next_step)
+    return UnreachableError(what, where=name, why=f"{target}: {why}", next_step=next_step, code=_code(error))
 
 
 def lost(name: str, why: str) -> UnreachableError:
@@ -40,7 +41,18 @@ def lost(name: str, why: str) -> UnreachableError:
         where=name,
         why=why,
         next_step="check the network and the host, then run the command again: every step can be repeated",
+        code="SSH_DEAD_PEER",
     )
+
+
+def _code(error: Exception) -> str:
+    """The code of a cause that is known under one."""
+    if _errno(error) in _NO_DESCRIPTOR:
+        return "EMFILE_LOCAL"
+    if is_transient(error):
+        return "SSH_THROTTLED"
+    dead = _timed_out(error) or (isinstance(error, paramiko.SSHException) and "No existing session" in str(error))
+    return "SSH_DEAD_PEER" if dead else "unreachable"
 
 
 def _cause(error: Exception, connection: StrictConnection) -> tuple[str, str, str]:
@@ -59,6 +71,12 @@ def _network(error: Exception, connection: StrictConnection) -> tuple[str, str, 
     number = _errno(error)
     if number == errno.ECONNREFUSED:
         return "the host refused the connection", "nothing listens there", "check that sshd runs, and its port"
+    if number in _NO_DESCRIPTOR:
+        return (
+            "this machine has no file descriptor left for the connection",
+            error.strerror if isinstance(error, OSError) and error.strerror else str(error),
+            "raise the limit here (ulimit -n 4096), or choose fewer hosts at once",
+        )
     if number in _NO_ROUTE:
         return "there is no route to the host", str(error), "check the address, VPN or jump host (`proxy_jump`)"
     if isinstance(error, TimeoutError) or number == errno.ETIMEDOUT:

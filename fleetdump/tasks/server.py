@@ -11,7 +11,6 @@ from fleetdump.agent.protocol import (
     AuditArgs,
     AuditResult,
     EvidenceArgs,
-    EvidenceResult,
     LogsArgs,
     LogsResult,
     StatusArgs,
@@ -24,7 +23,8 @@ from fleetdump.diagnosis import Verdict, anonymise, diagnose
 from fleetdump.errors import UsageError
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task
-from fleetdump.tasks.deploy import EVIDENCE_DEADLINE, Event, stop_servers
+from fleetdump.tasks.deploy import Event, stop_servers
+from fleetdump.tasks.evidence import take_evidence
 
 FOLLOW_LIMIT = 24 * 3600.0
 
@@ -92,6 +92,8 @@ def diagnose_host(host: Host, target: Target) -> list[Diagnosis]:
     if target.port or target.pid:
         return [_diagnose_one(host, target, "")]
     names = [target.server] if target.server else [server.name for server in host.config.servers]
+    # A host without servers in the inventory has at most one that was started by hand: the agent looks for it.
+    names = names or [""]
     return [_diagnose_one(host, target, name) for name in names]
 
 
@@ -112,15 +114,18 @@ def only_server(host: Host) -> str:
 
 
 def _diagnose_one(host: Host, target: Target, server: str) -> Diagnosis:
+    # Where fleetdump never launched that server, whoever was told to listen on its port is meant.
+    port = next((spec.port for spec in host.config.servers if spec.name == server), target.port)
     args = EvidenceArgs(
         server=server,
-        port=target.port,
+        port=port,
         pid=target.pid,
         seconds=target.seconds,
         deep=target.deep,
         patience=host.config.patience,
     )
-    result = host.call(args, EvidenceResult, verb="evidence", deadline=EVIDENCE_DEADLINE + target.seconds)
-    verdicts = diagnose(from_json(Evidence, result.evidence))
-    name = server or (f"port {target.port}" if target.port else f"pid {target.pid}")
+    result = take_evidence(host, args)
+    evidence = from_json(Evidence, result.evidence)
+    verdicts = diagnose(evidence)
+    name = server or (f"port {target.port}" if target.port else f"pid {evidence.target.pid}")
     return Diagnosis(name, verdicts, result.evidence_dir, result.evidence)

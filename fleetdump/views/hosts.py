@@ -167,7 +167,7 @@ def show_verdicts(verdicts: list[Verdict]) -> None:
         rank = f" rank {verdict.rank}" if verdict.rank is not None else ""
         phase = f", phase {verdict.phase}" if verdict.phase else ""
         out.print(f"  [bold]{quoted(verdict.title)}[/]")
-        out.print(f"    {verdict.code}{rank}{quoted(phase)} ({verdict.confidence} confidence)")
+        out.print(f"    {verdict.code}{rank}{quoted(phase)} (confidence: {verdict.confidence})")
         if place:
             continue
         _show_list("because", verdict.evidence)

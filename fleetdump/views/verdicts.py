@@ -28,12 +28,10 @@ def show_diagnoses(found: Mapping[str, list[Diagnosis]]) -> None:
         host, diagnosis = places[0]
         show_diagnosis(host, diagnosis)
         if len(places) > 1:
-            others = ", ".join(compress(sorted({name for name, _ in places[1:]})))
-            out.print(f"  the same verdict: {quoted(others)}")
-    odd = odd_one_out(groups)
-    if odd:
-        host, diagnosis = odd
-        out.print(f"[bold]{quoted(host)}[/] is unlike all others: {diagnosis.verdicts[0].code}")
+            out.print(f"  the same verdict: {quoted(_where(places[1:]))}")
+    for host, diagnosis in odd_ones_out(groups):
+        best = diagnosis.verdicts[0]
+        out.print(f"[bold]{quoted(host)}[/] is unlike the others: {best.code}, {quoted(best.title)}")
 
 
 def fold(found: Mapping[str, list[Diagnosis]]) -> list[list[Place]]:
@@ -46,10 +44,23 @@ def fold(found: Mapping[str, list[Diagnosis]]) -> list[list[Place]]:
     return sorted(groups.values(), key=len, reverse=True)
 
 
-def odd_one_out(groups: list[list[Place]]) -> Place | None:
-    """The only place that is unlike all others, when there are at least three."""
-    sizes = [len(places) for places in groups]
-    return groups[1][0] if len(sizes) == 2 and sizes[1] == 1 and sizes[0] > 1 else None
+def odd_ones_out(groups: list[list[Place]]) -> list[Place]:
+    """Places with a verdict of their own, when most places share one and there are at least three."""
+    alone = [places[0] for places in groups[1:] if len(places) == 1]
+    total = sum(map(len, groups))
+    return alone if groups and len(groups[0]) * 2 > total >= 3 else []
+
+
+def _where(places: list[Place]) -> str:
+    """Hosts, folded; those whose verdict names a rank, with it."""
+    by_rank: dict[int | None, set[str]] = {}
+    for name, diagnosis in places:
+        by_rank.setdefault(diagnosis.verdicts[0].rank, set()).add(name)
+    parts = []
+    for rank, names in sorted(by_rank.items(), key=lambda item: (item[0] is None, item[0] or 0)):
+        hosts = ", ".join(compress(sorted(names)))
+        parts.append(hosts if rank is None else f"{hosts} (rank {rank})")
+    return "; ".join(parts)
 
 
 def markdown(host: str, diagnosis: Diagnosis) -> str:
@@ -57,7 +68,7 @@ def markdown(host: str, diagnosis: Diagnosis) -> str:
     best, *others = diagnosis.verdicts
     lines = [f"### {_plain(best.title)}", ""]
     rank = f", rank {best.rank}" if best.rank is not None else ""
-    lines.append(f"`{best.code}`{rank}, phase `{best.phase or '?'}`, {best.confidence} confidence, on `{_code(host)}`")
+    lines.append(f"`{best.code}`{rank}, phase `{best.phase or '?'}`, confidence: {best.confidence}, on `{_code(host)}`")
     lines += _section("Evidence", best.evidence) + _section("Ruled out", best.ruled_out)
     lines += _section("Also found", [_short(verdict) for verdict in others])
     lines += _section("Next", best.next_steps)

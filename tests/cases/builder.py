@@ -65,7 +65,9 @@ def server(ranks: int = 8, **log: object) -> Evidence:
         disks=[DiskFacts("log", "/srv", 10**11, 10**12, 10**6, "ext4")],
         port=PortFacts(8000),
     )
-    evidence.log = LogFacts("/srv/server.log", True, 40_000, 217, phase="kv_pool", quiet_seconds=180.0, ranks=marks)
+    evidence.log = LogFacts(
+        "/srv/server.log", True, 40_000, lines=217, phase="kv_pool", quiet_seconds=180.0, ranks=marks
+    )
     for name, value in log.items():
         setattr(evidence.log, name, value)
     launcher = process(LAUNCHER, "launcher", ppid=1, writes_log=True, stdout="/srv/server.log")

@@ -22,7 +22,7 @@ CICC = "[910.1] Out of memory: Killed process {} (cicc) total-vm:4000000kB"
 
 @case(
     "A1 zombie rank", "sgl-project/sglang#20287", first="OOM_KILLED PARENT_WAITS_DEAD_RANK",
-    also="PARENT_WAITS_DEAD_RANK", never=HEALTHY | {"PARENT_WAITS_READY"}, rank=5,
+    also="PARENT_WAITS_DEAD_RANK OOM_KILLED", never=HEALTHY | {"PARENT_WAITS_READY"}, rank=5,
 )  # fmt: skip
 def rank_killed_for_memory() -> Evidence:
     e = b.server(8)

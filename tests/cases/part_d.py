@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from cases import builder as b
 from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import Evidence, FlightRecord, OperationCounts, RankCount, RasFacts, SyscallCount
+from fleetdump.agent.evidence_types import (
+    Evidence,
+    FlightRecord,
+    GpuFacts,
+    OperationCounts,
+    RankCount,
+    RasFacts,
+    SyscallCount,
+)
 
 AT_SYNC = ["synchronize (torch/cuda/__init__.py:9)", "ModelRunner.init (model_runner.py:1)"]
 
@@ -170,6 +178,7 @@ def workspace_set_up_is_tried_again_and_again() -> Evidence:
     e = b.server(8)
     e.log.growth, e.log.quiet_seconds, e.log.repeated, e.log.news_seconds = 900, 12.0, 20, 600.0
     e.log.repeated_line = "initialising the all-reduce workspace, attempt 20"
+    e.gpus = [GpuFacts(n, 0, 40_000, 120.0, 700.0, memory_delta=300) for n in range(8)]
     return e
 
 

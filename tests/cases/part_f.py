@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cases import builder as b
-from cases.table import HEALTHY, case
-from fleetdump.agent.evidence_types import DiskFacts, Evidence, GpuFacts, LockFile, SocketFacts, Stack
+from cases.table import HANGS, HEALTHY, case
+from fleetdump.agent.evidence_types import CgroupFacts, DiskFacts, Evidence, GpuFacts, LockFile, SocketFacts, Stack
 
 SMALL = DiskFacts("shm", "/dev/shm", 20 << 20, 64 << 20, 10**5, "tmpfs")
 
@@ -144,4 +144,19 @@ def file_server_is_gone() -> Evidence:
     b.at_phase(e, "weights", "init begin", "init end", "weights begin")
     b.disk_sleep(b.rank(e, 0), "rpc_wait_bit_killable", "nfs4_call_sync")
     e.gpus = [GpuFacts(0, 0, 400)]
+    return e
+
+
+@case("F12 throttled", "reference row 43", first="IDLE_OK", also="CPU_STARVED", never=HANGS)
+def container_has_used_up_its_share() -> Evidence:
+    e = b.server(2)
+    b.serving(e)
+    e.cgroup = CgroupFacts(cpu_limit=2.0, periods=50, throttled=48)
+    return e
+
+
+@case("F12 free", "look-alike of reference row 43", first="IDLE_OK", never=HANGS | {"CPU_STARVED"})
+def container_is_throttled_now_and_then() -> Evidence:
+    e = container_has_used_up_its_share()
+    e.cgroup.throttled = 3
     return e

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from cases import part_a, part_b, part_c, part_d, part_e, part_f, part_h
+from cases import (
+    part_a,
+    part_b,
+    part_c,
+    part_d,
+    part_e,
+    part_f,
+    part_g,
+    part_h,
+    part_u,
+    part_v,
+    part_w,
+    part_x,
+    part_y,
+    part_z,
+)
 from cases.table import CASES, Case
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import from_json, to_json
 from fleetdump.diagnosis import OK, STALL, diagnose
 
-PARTS = (part_a, part_b, part_c, part_d, part_e, part_f, part_h)
+PARTS = (part_a, part_b, part_c, part_d, part_e, part_f, part_g, part_h, part_u, part_v, part_w, part_x, part_y, part_z)
 WELL = {"IDLE_OK", "HEALTHY", "BUSY_NOT_HUNG", "LOADING_SLOW", "JIT_COMPILING", "GRAMMAR_COMPILE", "NOT_RUNNING"}
 
 
@@ -23,6 +38,7 @@ def test_first_verdict(one: Case) -> None:
     verdicts = diagnose(one.build())
     codes = [v.code for v in verdicts]
     assert codes[0] in one.first, codes
+    assert len(set(codes)) == len(codes), codes
     assert not one.never & set(codes), codes
     assert one.also <= set(codes), codes
     best = verdicts[0]

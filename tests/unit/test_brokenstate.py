@@ -18,7 +18,6 @@ import pytest
 
 from fleetdump.agent import audit, detach, healthy, lock, main, server, share
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.evidence import find_target
 from fleetdump.agent.launch import made_dirs
 from fleetdump.agent.protocol import (
     AgentFailure,
@@ -34,6 +33,7 @@ from fleetdump.agent.server import ServerRecord, load_record, load_records, save
 from fleetdump.agent.share import Share, ShareSpec
 from fleetdump.agent.status import logs, status
 from fleetdump.agent.stop import stop
+from fleetdump.agent.targets import find_target
 
 BROKEN = {
     "empty": b"",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.server
 import io
 import json
@@ -20,16 +21,16 @@ from pathlib import Path
 import pytest
 
 from fleetdump.agent import evidence as collecting
-from fleetdump.agent import healthy, scrub
+from fleetdump.agent import healthy, scrub, targets
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.evidence_types import Evidence, ProcessFacts, Target, WatchFacts
+from fleetdump.agent.evidence_types import Evidence, MemoryFacts, ProcessFacts, Target, WatchFacts
 from fleetdump.agent.probes import gpu, host, net, stacks, strace
 from fleetdump.agent.probes.bounded import ProbeFailed, Probes, run_command
 from fleetdump.agent.probes.logfile import LogReader
 from fleetdump.agent.procfs import start_time
 from fleetdump.agent.protocol import AgentFailure, EvidenceArgs, Patience, Request, from_json
 from fleetdump.agent.server import ServerRecord, save_record
-from fleetdump.diagnosis import MEDIUM, OK, Verdict, diagnose
+from fleetdump.diagnosis import MEASURED, OK, Verdict, diagnose
 
 SECRET = "s3cr3t-value-12345"
 SPIN = "while True: pass"
@@ -165,7 +166,7 @@ def test_without_tools_the_verdict_stands_and_says_why(launch, monkeypatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     evidence = launch(SPIN, SLEEP).collect()
     verdict = best(evidence)
-    assert (verdict.code, verdict.rank, verdict.confidence) == ("PARENT_WAITS_READY", 0, MEDIUM)
+    assert (verdict.code, verdict.rank, verdict.confidence) == ("PARENT_WAITS_READY", 0, MEASURED)
     assert any("strace not found" in fact for fact in verdict.evidence)
     assert any("py-spy not found" in fact for fact in verdict.evidence)
 
@@ -290,7 +291,7 @@ def test_verb_compares_one_of_ours_with_healthy_starts(launch, tmp_path) -> None
 
 def test_verb_finds_the_launcher_of_any_process(launch) -> None:
     server = launch(SLEEP, SLEEP)
-    target = collecting.target_of_pid(server.ranks[1])
+    target = targets.target_of_pid(server.ranks[1])
     assert (target.pid, target.port, target.ranks) == (server.process.pid, server.target.port, 2)
     assert target.log == server.target.log
 
@@ -477,8 +478,22 @@ def test_oom_lines_before_the_launch_do_not_count() -> None:
         "[ 991.0] other",
     ]
     ticks = os.sysconf("SC_CLK_TCK")
-    assert host.oom_lines(lines, 900 * ticks) == lines[1:2]
-    assert host.oom_lines(lines, 0) == lines[:2]
+    assert host.oom_lines(lines, 900 * ticks, MemoryFacts(), "/") == lines[1:2]
+    assert host.oom_lines(lines, 0, MemoryFacts(), "/") == lines[:2]
+
+
+def test_an_oom_kill_in_another_container_is_not_ours() -> None:
+    lines = [
+        "[ 5.0] python3 invoked oom-killer: gfp_mask=0xcc0",
+        "[ 5.1] oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/docker/a,task_memcg=/docker/a,task=sglang,pid=7,uid=0",
+        "[ 5.2] Memory cgroup out of memory: Killed process 7 (sglang::schedul)",
+    ]
+    ours = lines[1:]
+    assert host.oom_lines(lines, 0, MemoryFacts(), "/docker/a") == ours
+    assert host.oom_lines(lines, 0, MemoryFacts(), "/docker/a/worker") == ours, "the limit above it"
+    assert host.oom_lines(lines, 0, MemoryFacts(), "/docker/b") == []
+    assert host.oom_lines(lines, 0, MemoryFacts(), "/") == []
+    assert host.oom_lines(lines, 0, MemoryFacts(oom_kills=1), "/") == ours, "a container that counts kills itself"
 
 
 def test_disk_of_a_path_that_does_not_exist_yet(tmp_path: Path) -> None:
@@ -492,15 +507,18 @@ def test_lock_files_of_compile_caches(tmp_path: Path) -> None:
     lock.parent.mkdir(parents=True)
     lock.touch()
     os.utime(lock, (0, 0))
-    assert [(f.path, f.holder) for f in host.lock_files(str(tmp_path), [], {})] == [(str(lock), 0)]
-    with lock.open():
-        assert host.lock_files(str(tmp_path), [os.getpid()], {})[0].holder == os.getpid()
+    assert [(f.path, f.holder) for f in host.lock_files(str(tmp_path), {})] == [(str(lock), 0)]
+    with lock.open() as file:
+        (found,) = host.lock_files(str(tmp_path), {})
+        assert (found.holder, found.locked) == (os.getpid(), False), "it only exists"
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert host.lock_files(str(tmp_path), {})[0].locked
 
 
 def test_http_answers_errors_and_silence() -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(503 if self.path == "/health" else 404)
+            self.send_response({"/health": 503, "/server_info": 200}.get(self.path, 404))
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -509,7 +527,13 @@ def test_http_answers_errors_and_silence() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         target = Target(os.getpid(), port=server.server_port)
-        assert [a.status for a in net.http_answers(target, [os.getpid()])] == [503, 404]
+        asked = [net.status_endpoint(target, os.getpid(), paths, 5.0) for paths, _ in net.ENDPOINTS]
+        answers = [(a.path, a.status) for a in asked]
+        assert answers == [
+            ("/health", 503),
+            ("/get_model_info", 404),
+            ("/server_info", 200),
+        ]
         assert net.port_facts(target, [os.getpid()]).ours
         server.shutdown()
     with socket.socket() as silent:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -184,6 +185,31 @@ def test_the_owner_of_a_port(family):
     assert procfs.port_owner(port) is None
 
 
-def test_a_process_in_state_d_is_not_asked_for_its_arguments():
-    assert procfs.read_cmdline(os.getpid(), "R") != []
-    assert procfs.read_cmdline(os.getpid(), "D") == []
+@pytest.fixture
+def proc_that_blocks(tmp_path, monkeypatch):
+    """A /proc in which process 7's command line can be opened by nobody: its reader waits for a writer."""
+    (tmp_path / "7").mkdir()
+    os.mkfifo(tmp_path / "7" / "cmdline")
+    stat = " ".join(["7 (sglang::schedul) D 1 7 7", *["0"] * 44])
+    (tmp_path / "7" / "stat").write_text(stat)
+    monkeypatch.setattr(procfs, "PROC", str(tmp_path))
+    monkeypatch.setattr(procfs, "GUARD_SECONDS", 0.1)
+    monkeypatch.setattr(procfs, "_blocked", {})
+    monkeypatch.setattr(procfs, "_local", threading.local())
+    yield tmp_path
+    with (tmp_path / "7" / "cmdline").open("w"):
+        pass
+
+
+def test_a_read_that_blocks_is_given_up_and_not_tried_again(proc_that_blocks):
+    assert procfs.read_cmdline(7) == []
+    assert procfs.blocked_pids() == {7}
+    started = time.monotonic()
+    for _ in range(20):
+        assert procfs.read_guarded(7, "environ") is None
+    assert time.monotonic() - started < 1.0, "each try would cost 0.1 s"
+
+
+def test_a_process_whose_arguments_block_is_known_by_its_short_name(proc_that_blocks):
+    sample = procfs.read_process(7)
+    assert (sample.state, sample.role, sample.rank) == ("D", "scheduler", None)

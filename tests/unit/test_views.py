@@ -62,7 +62,7 @@ def verdict(**changes: Any) -> Verdict:
     values = {
         "code": "SPIN",
         "severity": "stall",
-        "confidence": "high",
+        "confidence": "direct",
         "title": EVIL,
         "rank": 1,
         "phase": EVIL,

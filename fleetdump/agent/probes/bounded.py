@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import signal
 import subprocess
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Callable, Generic, List, Optional, TypeVar
+from typing import IO, Callable, Generic, List, Optional, TypeVar
 
 from fleetdump.agent.evidence_types import ProbeRecord
 
 T = TypeVar("T")
+
+OUTPUT_BYTES = 32 << 20
 
 
 class ProbeFailed(Exception):
@@ -67,6 +71,10 @@ class Probes:
         self.records.append(ProbeRecord(pending.name, False, round(pending.seconds or limit, 3), detail))
         return pending.default
 
+    def failed(self, name: str, detail: str) -> None:
+        """Record as a failed probe what others found out on their way."""
+        self.records.append(ProbeRecord(name, False, 0.0, detail))
+
     def run(self, name: str, function: Callable[[], T], default: T, limit: float) -> T:
         """``start`` and ``result`` in one."""
         return self.result(self.start(name, function, default, limit))
@@ -82,21 +90,57 @@ class Output:
 
 
 def run_command(argv: List[str], limit: float, stop_signal: int = signal.SIGKILL) -> Output:
-    """Run a tool for at most ``limit`` seconds, then send it ``stop_signal`` (and SIGKILL a second later).
+    """Run a tool for at most ``limit`` seconds, then send it ``stop_signal`` (and SIGKILL two seconds later). Of each
+    of its streams ``OUTPUT_BYTES`` are kept.
 
-    Raises ``ProbeFailed`` when the tool is absent or cannot be ended.
+    Raises ``ProbeFailed`` when the tool is absent or cannot be ended, and when it had to be killed for want of a milder
+    ``stop_signal``.
     """
     if shutil.which(argv[0]) is None:
         raise ProbeFailed(f"{argv[0].rsplit('/', 1)[-1]} not found")
-    process = subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+    try:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+    except OSError as error:  # no right to run it, or a file system that runs nothing
+        raise ProbeFailed(f"{argv[0]} cannot be run: {error.strerror}") from error
+    readers = [_Reader(process.stdout), _Reader(process.stderr)]
     for patience, last_word in ((limit, stop_signal), (2.0, signal.SIGKILL), (1.0, 0)):
         try:
-            stdout, stderr = process.communicate(timeout=patience)
+            process.wait(patience)
         except subprocess.TimeoutExpired:
-            if last_word:
+            if last_word == signal.SIGKILL:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # its own children too: the session is ours
+            elif last_word:
                 process.send_signal(last_word)
             continue
-        return Output(process.returncode, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"))
+        if process.returncode == -signal.SIGKILL and stop_signal == signal.SIGKILL:
+            raise ProbeFailed(f"{argv[0]}: no answer within {limit:.0f} s")
+        stdout, stderr = (reader.text() for reader in readers)
+        return Output(process.returncode, stdout, stderr)
     raise ProbeFailed(f"{argv[0]} does not end, even by SIGKILL")
+
+
+class _Reader:
+    """Empties a pipe in a thread, so that a tool never waits for us; a child of its own that keeps the pipe open is not
+    waited for."""
+
+    def __init__(self, stream: Optional[IO[bytes]]) -> None:
+        assert stream is not None
+        self._stream = stream
+        self._data = bytearray()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while True:
+            chunk = os.read(self._stream.fileno(), 1 << 16)
+            if not chunk:
+                self._stream.close()
+                return
+            self._data += chunk[: max(0, OUTPUT_BYTES - len(self._data))]
+
+    def text(self) -> str:
+        self._thread.join(1.0)
+        return bytes(self._data).decode("utf-8", "replace")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import stat
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -27,13 +28,13 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the dump wants {module}.{name}")
 
 
-def flight(environment: Dict[str, str], since: float) -> List[FlightRecord]:
-    """Last record of each dump written after ``since`` (seconds since 1970).
+def flight(environment: Dict[str, str], since: float, root: str = "") -> List[FlightRecord]:
+    """Last record of each dump written after ``since`` (seconds since 1970), below the server's own ``root``.
 
     Raises ``ProbeFailed`` when there is no dump.
     """
     prefix = next((environment[name] for name in PREFIX_NAMES if environment.get(name)), DEFAULT_PREFIX)
-    place = Path(prefix)
+    place = Path(root + prefix)
     paths = [p for p in place.parent.glob(place.name + "*") if _RANK.search(p.name) and _is_recent(p, since)]
     if not paths:
         raise ProbeFailed("no flight-recorder dump (TORCH_NCCL_TRACE_BUFFER_SIZE was not set, or nothing timed out)")
@@ -41,8 +42,8 @@ def flight(environment: Dict[str, str], since: float) -> List[FlightRecord]:
 
 
 def _is_recent(path: Path, since: float) -> bool:
-    stat = path.stat()
-    return stat.st_mtime >= since and stat.st_size <= DUMP_BYTES
+    facts = path.stat()
+    return stat.S_ISREG(facts.st_mode) and facts.st_mtime >= since and facts.st_size <= DUMP_BYTES
 
 
 def last_record(path: Path) -> List[FlightRecord]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Dict, List, Optional
 
 from fleetdump.agent import procfs
@@ -11,6 +12,7 @@ from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 
 QUERY = "index,utilization.gpu,memory.used,power.draw,power.limit,memory.total,name,uuid"
 PROCESS_QUERY = "gpu_uuid,pid,used_gpu_memory"
+CSV = "--format=csv,noheader,nounits"
 LIMIT = 4.0
 SERVER_NAMES = ("sglang", "VLLM", "vllm", "ray::")
 _LINK = re.compile(r"\b(?:NV\d+|PIX|PXB|PHB|NODE|SYS)\b")
@@ -23,20 +25,22 @@ def gpus() -> List[GpuFacts]:
 
 
 def _overview() -> str:
-    output = run_command(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], 8.0)
+    output = run_command(["nvidia-smi", f"--query-gpu={QUERY}", CSV], 8.0)
     if output.status:
         raise ProbeFailed(f"nvidia-smi ended with {output.status}: {(output.stderr or output.stdout).strip()[:200]}")
     return output.stdout
 
 
-def inspect(ours: List[int]) -> List[GpuFacts]:
-    """``gpus`` with the processes on each and the state of the fabric; ``ours`` are the server's pids.
+def inspect(ours: List[int], seconds: float) -> List[GpuFacts]:
+    """``gpus`` with the processes on each, the state of the fabric and of its links, and how their memory changed over
+    ``seconds``; ``ours`` are the server's pids.
 
     Raises ``ProbeFailed`` as ``gpus`` does; when nvidia-smi does not answer the further questions, the rest stands.
     """
+    began = time.monotonic()
     overview = _overview()
     found, uuids = parse_gpus(overview), parse_uuids(overview)
-    listed = _ask([f"--query-compute-apps={PROCESS_QUERY}", "--format=csv,noheader,nounits"])
+    listed = _ask([f"--query-compute-apps={PROCESS_QUERY}", CSV])
     if listed is not None:
         by_uuid = parse_processes(listed)
         for gpu in found:
@@ -45,7 +49,28 @@ def inspect(ours: List[int]) -> List[GpuFacts]:
     states = _FABRIC.findall(_ask(["-q"]) or "")
     for gpu, state in zip(found, states if len(states) == len(found) else []):
         gpu.fabric = "" if state.strip() == "N/A" else state.strip()
+    down = parse_inactive_links(_ask(["nvlink", "--status"]) or "")
+    for gpu in found:
+        gpu.links_down = down.get(gpu.index, 0)
+    time.sleep(max(0.0, began + seconds - time.monotonic()))
+    later = {gpu.index: gpu.memory_used for gpu in parse_gpus(_ask([f"--query-gpu={QUERY}", CSV]) or "")}
+    for gpu in found:
+        gpu.memory_delta = later.get(gpu.index, gpu.memory_used) - gpu.memory_used
     return found
+
+
+def parse_inactive_links(text: str) -> Dict[int, int]:
+    """GPU index to the number of its NVLinks that are inactive while others of it work."""
+    down: Dict[int, int] = {}
+    for block in re.split(r"(?m)^(?=GPU \d+:)", text):
+        index = re.match(r"GPU (\d+):", block)
+        inactive, active = (
+            len(re.findall(r"Link \d+:\s*<inactive>", block)),
+            len(re.findall(r"Link \d+:\s*[\d.]+ ", block)),
+        )
+        if index and active:
+            down[int(index[1])] = inactive
+    return down
 
 
 def links() -> List[str]:
@@ -57,7 +82,10 @@ def links() -> List[str]:
 
 
 def _ask(arguments: List[str]) -> Optional[str]:
-    output = run_command(["nvidia-smi", *arguments], LIMIT)
+    try:
+        output = run_command(["nvidia-smi", *arguments], LIMIT)
+    except ProbeFailed:
+        return None
     return None if output.status else output.stdout
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
 import time
 from pathlib import Path
-from typing import Dict, Iterable, List, Set, Tuple
+from typing import Dict, FrozenSet, Iterable, Iterator, List, Set, Tuple
 
 from fleetdump.agent import procfs
 from fleetdump.agent.evidence_types import DiskFacts, LockFacts, LockFile, MemoryFacts
-from fleetdump.agent.probes.bounded import run_command
+from fleetdump.agent.probes.bounded import ProbeFailed, run_command
+from fleetdump.agent.probes.cgroup import cgroup_path
 
 KERNEL_LINES = 60
+KERNEL_RECORDS = 20_000
 LOCK_FILES = 20
 COMPILE_CACHES = (
     "~/.cache/torch_extensions",
@@ -29,12 +32,18 @@ CACHE_VARIABLES = ("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "SGLANG_DG_CACHE_
 LOCK_FOLDERS = 20_000
 """Folders that the search for lock files enters at most."""
 
-_OOM = re.compile(r"Out of memory|oom-kill|Killed process", re.IGNORECASE)
+FEW_VARIABLES = 3
+"""A title that was written over an environment leaves the ends of a few variables."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*$")
+_OOM = re.compile(r"Out of memory|oom-kill:|Killed process", re.IGNORECASE)
 _KERNEL = re.compile(
     r"Xid|NVRM.*(error|fail|fallen)|oom|Out of memory|Killed process|blocked for more than|nfs: server|"
     r"segfault|I/O error|hung_task|No space left",
     re.IGNORECASE,
 )
+_MEMCG = re.compile(r"oom-kill:constraint=CONSTRAINT_MEMCG.*oom_memcg=(?P<group>[^,]+).*,pid=(?P<pid>\d+)")
+_PID = re.compile(r"Killed process (\d+)|oom-kill:.*,pid=(\d+)")
 _SINCE_BOOT = re.compile(r"\[\s*(?P<seconds>\d+\.\d+)\]")
 _LOCK = re.compile(
     r"\d+: (?P<waits>-> )?(?P<kind>FLOCK|POSIX|OFDLCK)\s+\S+\s+\S+\s+(?P<pid>-?\d+) [0-9a-f]+:[0-9a-f]+:(?P<inode>\d+) "
@@ -42,17 +51,57 @@ _LOCK = re.compile(
 
 
 def kernel_log() -> List[str]:
-    """Lines of the kernel log that a diagnosis can use: driver events, kills, hung tasks, I/O errors."""
-    output = run_command(["dmesg"], 3.0)
+    """Lines of the kernel log that a diagnosis can use: driver events, kills, hung tasks, I/O errors.
+
+    Raises ``ProbeFailed`` when this user may not read it.
+    """
+    return [line for line in _kernel_text().splitlines() if _KERNEL.search(line)][-KERNEL_LINES:]
+
+
+def _kernel_text() -> str:
+    try:
+        output = run_command(["dmesg"], 3.0)
+    except ProbeFailed:  # an image without it
+        return _kernel_messages()
     if output.status:
-        raise PermissionError(output.stderr.strip() or "dmesg refused")
-    return [line for line in output.stdout.splitlines() if _KERNEL.search(line)][-KERNEL_LINES:]
+        raise ProbeFailed(output.stderr.strip() or "dmesg refused")
+    return output.stdout
 
 
-def oom_lines(lines: Iterable[str], start_time: int) -> List[str]:
-    """Lines that name an out-of-memory kill after the clock tick ``start_time`` (0: whenever)."""
+def _kernel_messages() -> str:
+    """The kernel's own records, in the form that dmesg prints: ``priority,number,microseconds,flags;text``."""
+    lines: List[str] = []
+    try:
+        messages = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise ProbeFailed(f"no dmesg here, and /dev/kmsg: {error.strerror}") from error
+    with contextlib.suppress(BlockingIOError), contextlib.closing(os.fdopen(messages, "rb", buffering=0)) as file:
+        while len(lines) < KERNEL_RECORDS:
+            try:
+                record = os.read(file.fileno(), 8192).decode("utf-8", "replace")
+            except BrokenPipeError:  # overwritten while we read: the next one follows
+                continue
+            head, _, text = record.partition(";")
+            words = head.split(",")
+            if len(words) > 2 and words[2].isdigit():
+                lines.append(f"[{int(words[2]) / 1e6:12.6f}] {text.splitlines()[0] if text else ''}")
+    return "\n".join(lines)
+
+
+def oom_lines(lines: Iterable[str], start_time: int, memory: MemoryFacts, group: str) -> List[str]:
+    """Lines that name an out-of-memory kill after the clock tick ``start_time`` (0: whenever).
+
+    A kill at the limit of another memory cgroup than ``group``, the server's, is left out: it is another container's on
+    the same kernel. Inside a container ``group`` is "/" whatever the kernel calls it: then the group's own count of
+    kills in ``memory`` decides.
+    """
     earliest = start_time / procfs.TICKS_PER_SECOND
-    return [line for line in lines if _OOM.search(line) and _seconds_since_boot(line) >= earliest]
+    recent = [line for line in lines if _OOM.search(line) and _seconds_since_boot(line) >= earliest]
+    if group and (group != "/" or not memory.oom_kills):
+        limits = {m["pid"]: m["group"] for line in recent if (m := _MEMCG.search(line))}
+        foreign = {pid for pid, limit in limits.items() if not f"{group}/".startswith(f"{limit.rstrip('/')}/")}
+        recent = [line for line in recent if not (pid := _PID.search(line)) or (pid[1] or pid[2]) not in foreign]
+    return recent
 
 
 def _seconds_since_boot(line: str) -> float:
@@ -69,7 +118,11 @@ def memory(pid: int) -> MemoryFacts:
         match = re.match(r"(some|full) avg10=([\d.]+)", line)
         if match:
             setattr(facts, f"pressure_{match[1]}", float(match[2]))
-    facts.oom_kills = _oom_kills(pid)
+    folder = cgroup_path(pid, "memory")[1]
+    for name in ("memory.events", "memory.oom_control"):
+        text = procfs.read_text(f"{folder}/{name}") if folder else ""
+        kills = re.search(r"^oom_kill (\d+)", text or "", re.MULTILINE)
+        facts.oom_kills = int(kills[1]) if kills else facts.oom_kills
     return facts
 
 
@@ -77,32 +130,23 @@ def _kib(text: str) -> int:
     return int(text.split()[0]) << 10 if text else 0
 
 
-def _oom_kills(pid: int) -> int:
-    for line in (procfs.read_text(f"/proc/{pid}/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            base = f"/sys/fs/cgroup{path}" if not controllers else f"/sys/fs/cgroup/memory{path}"
-            name = "memory.events" if not controllers else "memory.oom_control"
-            match = re.search(r"^oom_kill (\d+)", procfs.read_text(f"{base}/{name}") or "", re.MULTILINE)
-            if match:
-                return int(match[1])
-    return 0
-
-
-def disk(use: str, path: str) -> DiskFacts:
-    """Free space and inodes of the file system that holds ``path`` (or its nearest existing parent)."""
+def disk(use: str, path: str, root: str = "") -> DiskFacts:
+    """Free space and inodes of the file system that holds ``path`` (or its nearest existing parent), below ``root``."""
     place = Path(path)
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(f"{root}{place}") and place != place.parent:
         place = place.parent
-    stat = os.statvfs(place)
+    stat = os.statvfs(f"{root}{place}")
     inodes = stat.f_favail if stat.f_files else -1
-    return DiskFacts(use, path, stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize, inodes, _fstype(place))
+    kind = _fstype(place, root)
+    return DiskFacts(use, path, stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize, inodes, kind)
 
 
-def _fstype(path: Path) -> str:
-    real = os.path.realpath(path)
+def _fstype(path: Path, root: str = "") -> str:
+    """Kind of file system; ``root`` is empty or ``/proc/<pid>/root``, whose mounts are that process's."""
+    real = str(path) if root else os.path.realpath(path)
+    mounts = f"{os.path.dirname(root)}/mounts" if root else f"{procfs.PROC}/self/mounts"
     best, kind = "", ""
-    for line in (procfs.read_text("/proc/self/mounts") or "").splitlines():
+    for line in (procfs.read_text(mounts) or "").splitlines():
         _, mount, fstype, *_ = line.split(" ")
         mount = mount.replace("\\040", " ")
         inside = real == mount or real.startswith(mount.rstrip("/") + "/")
@@ -133,6 +177,8 @@ def locks(pids: Set[int]) -> List[LockFacts]:
     for lock in found:
         lock.path = next((p for pid in (lock.waiter, lock.holder) if (p := _path_of_inode(pid, lock.inode))), "")
         lock.fstype = _fstype(Path(lock.path)) if lock.path else ""
+        if lock.path and not procfs.is_alive(lock.holder):  # who took it has gone and left it to a child
+            lock.holder = _holders({lock.path}, frozenset(one.waiter for one in found)).get(lock.path, 0)
     return found
 
 
@@ -148,21 +194,42 @@ def _inode(path: str) -> int:
         return 0
 
 
-def lock_files(home: str, pids: Iterable[int], environment: Dict[str, str]) -> List[LockFile]:
+def lock_files(home: str, environment: Dict[str, str], root: str = "") -> List[LockFile]:
     """Lock files in the compile caches and model hubs' folders below ``home`` (or where ``environment`` puts them),
-    the youngest first, each with the process of ``pids`` that has it open."""
-    open_paths: Dict[str, int] = {target: pid for pid in pids for target in procfs.fd_targets(pid).values()}
-    found: List[LockFile] = []
-    now = time.time()
-    for use, cache in lock_folders(home, environment):
-        for folder, _, names in itertools.islice(os.walk(cache), LOCK_FOLDERS):
-            for name in names:
-                if name == "lock" or name.endswith((".lock", "_lock")):
-                    path = os.path.join(folder, name)
-                    age = max(0.0, now - os.stat(path).st_mtime)
-                    kind = "" if len(found) > LOCK_FILES else _fstype(Path(folder))
-                    found.append(LockFile(path, round(age, 1), open_paths.get(path, 0), use, kind))
-    return sorted(found, key=lambda lock: lock.age_seconds)[:LOCK_FILES]
+    the youngest first, each with a process of this host that has it open and whether the kernel knows a lock on it.
+    ``root`` as in ``disk``."""
+    locked = _locked_inodes()
+    found = [
+        LockFile(path, round(max(0.0, time.time() - stat.st_mtime), 1), use=use, locked=stat.st_ino in locked)
+        for use, folder in lock_folders(home, environment)
+        for path, stat in _lock_names(folder, root)
+    ]
+    youngest = sorted(found, key=lambda lock: lock.age_seconds)[:LOCK_FILES]
+    holders = _holders({lock.path for lock in youngest})
+    for lock in youngest:
+        lock.holder = holders.get(lock.path, 0)
+        lock.fstype = _fstype(Path(lock.path).parent, root)
+    return youngest
+
+
+def _lock_names(folder: str, root: str) -> Iterator[Tuple[str, os.stat_result]]:
+    """Lock files below ``folder``, each with its facts; one that is gone meanwhile is left out."""
+    for place, _, names in itertools.islice(os.walk(root + folder), LOCK_FOLDERS):
+        for name in names:
+            if name == "lock" or name.endswith((".lock", "_lock")):
+                with contextlib.suppress(OSError):
+                    yield os.path.join(place, name)[len(root) :], os.stat(os.path.join(place, name))
+
+
+def _locked_inodes() -> Set[int]:
+    matches = map(_LOCK.match, (procfs.read_text("/proc/locks") or "").splitlines())
+    return {int(match["inode"]) for match in matches if match}
+
+
+def _holders(paths: Set[str], but: FrozenSet[int] = frozenset()) -> Dict[str, int]:
+    """Which process of this host, none of ``but``, has each of ``paths`` open, as far as this user may see."""
+    everybody = [pid for pid in procfs.pids() if pid not in but] if paths else []
+    return {target: pid for pid in everybody for target in procfs.fd_targets(pid).values() if target in paths}
 
 
 def lock_folders(home: str, environment: Dict[str, str]) -> List[Tuple[str, str]]:
@@ -177,8 +244,13 @@ def lock_folders(home: str, environment: Dict[str, str]) -> List[Tuple[str, str]
     return list(dict.fromkeys(folders))
 
 
-def environment(pid: int) -> Dict[str, str]:
-    """The environment that the process was started with; values stay inside the agent."""
-    text = procfs.read_text(f"{procfs.PROC}/{pid}/environ", 1 << 18) or ""
-    pairs = (entry.partition("=") for entry in text.split("\0") if "=" in entry)
-    return {name: value for name, _, value in pairs}
+def environment(pids: Iterable[int]) -> Dict[str, str]:
+    """The environment that a server was started with, from the first of ``pids`` that still shows it: SGLang's ranks
+    write their title over theirs. Values stay inside the agent. Raises ``ProbeFailed`` when none shows it."""
+    for pid in pids:
+        text = procfs.read_guarded(pid, "environ", 1 << 18) or ""
+        pairs = (entry.partition("=") for entry in text.split("\0") if "=" in entry)
+        found = {name: value for name, _, value in pairs if _VARIABLE.match(name)}
+        if "PATH" in found or len(found) > FEW_VARIABLES:
+            return found
+    raise ProbeFailed("the environment of no process of the server can be read")

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import time
-from typing import Dict
+from typing import BinaryIO, Dict, List
 
 from fleetdump.agent import logmarks
 from fleetdump.agent.evidence_types import LogFacts, RankMarks
 from fleetdump.agent.probes.logtroubles import Troubles, split_lines
 from fleetdump.agent.scrub import scrub
 
-READ_LIMIT = 64 << 20
-"""Of a longer log the beginning (marks of the start) and the end are read, half of this each."""
+READ_LIMIT = 1 << 20
+"""Of a longer log the beginning (marks of the start) and the end are read, half of this each: in half a second."""
+LINE_LIMIT = 16 << 10
+"""Bytes of a line that are looked at: a file of zeros or of anything else is one line."""
 _STAMP = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
+_LONG_LINE = re.compile(rb"([^\n]{%d})[^\n]+" % LINE_LIMIT)
 _TP = re.compile(r"TP(?P<rank>\d+)")
 
 
@@ -24,7 +29,7 @@ class LogReader:
     def __init__(self, path: str, ranks: int) -> None:
         self._path = path
         self._parser = logmarks.LogParser(ranks=ranks)
-        self._position = 0
+        self._position = self._skipped = 0
         self._troubles = Troubles()
         self._rest = b""
         self._stamp = self._news_stamp = ""
@@ -41,16 +46,17 @@ class LogReader:
         self._read()
         if not self._path or not os.path.exists(self._path):
             return LogFacts(self._path)
-        marks, stat = self._parser.marks, os.stat(self._path)
+        marks, facts = self._parser.marks, os.stat(self._path)
         position, news, forwards = self._first
         troubles: Dict[str, str] = {name: scrub(line) for name, line in marks.troubles.items()}
         troubles.update(self._troubles.first)
-        quiet = round(max(0.0, time.time() - stat.st_mtime), 1)
+        quiet = round(max(0.0, time.time() - facts.st_mtime), 1)
         crash = marks.crashed if marks.crashed and marks.crashed.kind in ("exception", "warmup") else None
         return LogFacts(
             path=self._path,
             exists=True,
-            bytes=stat.st_size,
+            bytes=facts.st_size,
+            skipped=self._skipped,
             lines=marks.lines,
             growth=self._position - position,
             news=marks.news - news,
@@ -68,6 +74,7 @@ class LogReader:
             repeated_line=scrub(marks.repeated_line),
             running_requests=marks.running_requests,
             zero_statistics=self._troubles.zero_statistics,
+            fallbacks=_fallbacks(marks),
             waits_for_lock=self._troubles.waits_for_lock(),
             tail=[scrub(line) for line in marks.tail],
             unterminated=not self._ends_with_newline(),
@@ -75,11 +82,12 @@ class LogReader:
 
     def _read(self) -> None:
         try:
-            with open(self._path, "rb") as file:
+            with _open_regular(self._path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size - self._position > READ_LIMIT:
                     file.seek(self._position)
-                    self._feed(file.read(READ_LIMIT // 2))
+                    self._feed(file.read(READ_LIMIT // 2) + b"\n")
+                    self._skipped += size - READ_LIMIT - self._position
                     self._position = size - READ_LIMIT // 2
                 file.seek(self._position)
                 data = file.read(READ_LIMIT)
@@ -89,11 +97,12 @@ class LogReader:
         self._position += len(data)
 
     def _feed(self, data: bytes) -> None:
+        data = _LONG_LINE.sub(rb"\1", data)
         *whole, self._rest = (self._rest + data).split(b"\n")
         self._by_line(data)
         for line in split_lines(b"\n".join(whole)):
             self._troubles.feed(line)
-        self._rest = self._rest[-READ_LIMIT // 64 :]
+        self._rest = self._rest[-LINE_LIMIT:]
 
     def _by_line(self, data: bytes) -> None:
         """Feed line by line and note when the log last said anything new, by its own stamps."""
@@ -119,11 +128,26 @@ class LogReader:
 
     def _ends_with_newline(self) -> bool:
         try:
-            with open(self._path, "rb") as file:
+            with _open_regular(self._path) as file:
                 file.seek(max(0, self._position - 1))
                 return file.read(1) in (b"", b"\n")
         except OSError:
             return True
+
+
+def _open_regular(path: str) -> BinaryIO:
+    """Open a file that is a file: to read from a pipe would take what the server writes away from its reader."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ESPIPE, "the log is no regular file", path)
+    return os.fdopen(descriptor, "rb")
+
+
+def _fallbacks(marks: logmarks.LogMarks) -> List[str]:
+    """Replaced model classes, each with the first import of a model file that failed."""
+    why = next((f": {module}: {why}" for module, why in marks.ignored_imports.items() if ".models." in module), "")
+    return [scrub(name + why) for name in marks.fallbacks]
 
 
 def _seconds(stamp: str) -> float:

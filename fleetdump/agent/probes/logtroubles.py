@@ -21,11 +21,11 @@ RANKS = 256
 TROUBLES: Tuple[Tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile("|".join(texts)))
     for name, *texts in (
-        ("proxy_refused", r"Response \[(?:403|407|50[234])\]", "ProxyError", "Tunnel connection failed",
-         "Proxy Authentication Required"),
+        ("proxy_refused", r"Response \[(?:403|407|50[234])\]", r"\b(?:403|407|50[234]) .{0,60}for url",
+         "ProxyError", "Tunnel connection failed", "Proxy Authentication Required"),
         ("rank_died", r"Rank \d+ scheduler (?:died|is dead)"),
         ("shm_failed", r"(?i:(?:creat|extend|truncat|posix_fallocate)\w*.{0,60}(?:shared memory|/dev/shm))",
-         r"(?i:/dev/shm.{0,80}(?:fail|error|no space))"),
+         r"(?i:/dev/shm.{0,80}(?:fail|error|no space))", r"unable to \w+ .{0,20}(?:shared memory|</torch_)"),
         ("bus_error", "(?i:bus error)", "SIGBUS"),
         ("cuda_802", "error 802", "(?i:system not yet initialized)"),
         ("memory_unbalanced", "(?i:memory capacity is unbalanced)"),
@@ -35,7 +35,8 @@ TROUBLES: Tuple[Tuple[str, re.Pattern[str]], ...] = tuple(
         ("loopback_fallback", "loopback address", "(?i:unable to resolve (?:the )?hostname)",
          r"hostname.{0,40}cannot be (?:resolved|retrieved)"),
         ("ipv4_unreachable", "Network is unreachable", "Address family not supported"),
-        ("cannot_bind", "error while attempting to bind", "(?i:cannot assign requested address|could not bind)"),
+        ("cannot_bind", r"(?<!98\] )error while attempting to bind(?!.*in use)",
+         "(?i:cannot assign requested address|could not bind(?!.*in use))"),
         ("hub_failed", r"(?:huggingface|modelscope|hf\.co|cas-bridge).{0,120}(?i:timed? ?out|max retries|unreachable)"),
         ("startup_timeout", r"(?i:(?:start|initiali[sz]e|ready)\w*.{0,40}(?:timed out|within \d+))"),
     )

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import ipaddress
+import os
 import socket
 import struct
 import time
-from typing import Dict, List
+from typing import Dict, List, Sequence
 
 from fleetdump.agent import procfs
 from fleetdump.agent.access import authorization
 from fleetdump.agent.evidence_types import HttpProbe, PortFacts, SocketFacts, Target
+from fleetdump.agent.probes.bounded import ProbeFailed
 from fleetdump.agent.scrub import scrub_argv
 
-HEALTH_LIMIT = 6.0  # a healthy server takes 1 to 2 s: it generates a token; more on a crowded host
-INFO_LIMIT = 2.0
+CLONE_NEWNET = 0x40000000
+ENDPOINTS = (
+    (("/health",), 6.0),  # a healthy server takes 1 to 2 s: it generates a token; more on a crowded host
+    (("/model_info", "/get_model_info"), 2.0),  # from the HTTP process alone
+    (("/server_info", "/get_server_info"), 2.0),  # asks the schedulers
+)
+"""SGLang's status endpoints under their names since and before 0.5.5, each with its time limit in seconds."""
 STATES = {
     "01": "ESTABLISHED",
     "02": "SYN_SENT",
@@ -48,17 +56,38 @@ def port_facts(target: Target, pids: List[int]) -> PortFacts:
 
 
 def _same_namespace(pids: List[int]) -> bool:
-    return not pids or procfs.read_link(f"/proc/{pids[0]}/ns/net") == procfs.read_link("/proc/self/ns/net")
+    """Whether the server's processes use our network; taken for granted where that may not be read."""
+    theirs = procfs.read_link(f"/proc/{pids[0]}/ns/net") if pids else None
+    return theirs in (None, procfs.read_link("/proc/self/ns/net"))
 
 
-def http_answers(target: Target, pids: List[int]) -> List[HttpProbe]:
-    """``/health`` and ``/model_info`` of an open port; nothing when the server lives in another network namespace."""
-    if not _same_namespace(pids):
-        return []
-    probes = [get(target, "/health", HEALTH_LIMIT), get(target, "/model_info", INFO_LIMIT)]
-    if probes[1].status == 404:  # its name before SGLang 0.5.5
-        probes[1] = get(target, "/get_model_info", INFO_LIMIT)
-    return probes
+def enter_network_of(pid: int) -> None:
+    """Move this thread into the network namespace of ``pid``: loopback is then the server's own. The thread should end
+    soon; nobody else is moved. Raises ``ProbeFailed`` when that is not allowed."""
+    if _same_namespace([pid]):
+        return
+    try:
+        descriptor = os.open(f"{procfs.PROC}/{pid}/ns/net", os.O_RDONLY)
+    except OSError as error:
+        raise ProbeFailed(f"the server is in another network namespace: {error.strerror}") from error
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptor, CLONE_NEWNET):
+            reason = os.strerror(ctypes.get_errno())
+            raise ProbeFailed(f"the server is in another network namespace, which we may not enter: {reason}")
+    finally:
+        os.close(descriptor)
+
+
+def status_endpoint(target: Target, pid: int, paths: Sequence[str], limit: float) -> HttpProbe:
+    """The first of ``paths`` (one endpoint under the names that releases gave it) that the server knows, asked within
+    ``limit`` seconds from the network namespace of ``pid``."""
+    enter_network_of(pid)
+    for path in paths:
+        answer = get(target, path, limit)
+        if answer.status != 404:
+            return answer
+    return answer
 
 
 def get(target: Target, path: str, limit: float) -> HttpProbe:

@@ -5,27 +5,35 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import time
 from dataclasses import dataclass, field
-from typing import Dict, List, Optional, Set, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 from fleetdump.agent import procfs
-from fleetdump.agent.evidence_types import PipeEnd, ProcessFacts, SocketFacts, ThreadFacts
-from fleetdump.agent.probes.net import tcp_table
+from fleetdump.agent.evidence_types import ProcessFacts, ThreadFacts
+from fleetdump.agent.guard import Guard, Stuck
+from fleetdump.agent.probes.descriptors import Holders, Outside, Sockets, collect_pipes, describe
 from fleetdump.agent.scrub import scrub_argv
 
 DETAILED_ROLES = frozenset(
-    {"launcher", "scheduler", "detokenizer", "data_parallel_controller", "tokenizer_worker", "compiler"}
+    {"launcher", "scheduler", "engine", "detokenizer", "data_parallel_controller", "tokenizer_worker", "compiler"}
 )
 """Roles whose threads and descriptors are looked at; 60 idle compile workers are not."""
 BUSY_THREADS = 8
-SOCKETS = 30
 FD_SYSCALLS = {"0", "1", "16", "17", "18", "19", "20", "44", "45", "46", "47", "73"}
 """x86-64: read, write, ioctl, pread, pwrite, readv, writev, send/recv, flock: their first argument is a descriptor."""
+AARCH64 = {
+    "63": "0", "64": "1", "29": "16", "67": "17", "68": "18", "65": "19", "66": "20", "206": "44", "207": "45",
+    "211": "46", "212": "47", "32": "73", "73": "7", "22": "232", "98": "202", "101": "35", "115": "230", "203": "42",
+}  # fmt: skip
+"""Numbers of the same calls on ARM, and of (p)poll, epoll, futex, sleeps and connect: evidence has x86-64's alone."""
 POLL = "7"
 POLLFD = struct.Struct("=ihh")
 POLLED = 64
-PEERS = 8
-NATIVE_CPU = 0.85
+DETAIL_SECONDS = 1.0
+COMPILERS = 32
+BYSTANDERS = 100
+"""Processes of no particular role that are listed; and compilers that are looked at closely."""
 
 
 @dataclass
@@ -43,18 +51,24 @@ class Ticks:
 
 @dataclass
 class Snapshot:
-    """All processes of a server at one moment; ``at`` is a ``time.monotonic()`` value."""
+    """All processes of a server; ``at`` is a ``time.monotonic()`` value, and ``read_at`` when the threads of each
+    process were read: on a crowded host the last one's turn comes a second after the first one's."""
 
     at: float
     processes: Dict[int, procfs.ProcSample] = field(default_factory=dict)
     threads: Dict[int, Dict[int, Ticks]] = field(default_factory=dict)
+    read_at: Dict[int, float] = field(default_factory=dict)
 
 
 def snapshot(pid: int, session: int, now: float) -> Snapshot:
     """Sample the launcher ``pid``, its descendants and its session."""
     samples = {sample.pid: sample for sample in procfs.server_processes(pid, session)}
-    threads = {p: read_threads(p) for p, sample in samples.items() if sample.role in DETAILED_ROLES}
-    return Snapshot(now, samples, threads)
+    taken = Snapshot(now, samples)
+    for member, sample in samples.items():
+        if sample.role in DETAILED_ROLES:
+            taken.read_at[member] = time.monotonic()
+            taken.threads[member] = read_threads(member)
+    return taken
 
 
 def read_threads(pid: int) -> Dict[int, Ticks]:
@@ -76,34 +90,84 @@ def read_threads(pid: int) -> Dict[int, Ticks]:
     return found
 
 
-def compare(first: Snapshot, second: Snapshot, log: str) -> List[ProcessFacts]:
-    """What each process that is there now did between the two snapshots; the first one's dead are left out."""
-    pipes = pipe_holders(second)
-    sockets = tcp_table(next(iter(second.processes), os.getpid()))
-    facts = [_process(first, second, pid) for pid in sorted(second.processes)]
+@dataclass
+class Compared:
+    """Facts of all processes that are there now. ``blocked``: those that could not be looked at closely, since the
+    kernel does not answer; ``left_out``: how many bystanders are not listed."""
+
+    processes: List[ProcessFacts] = field(default_factory=list)
+    blocked: List[int] = field(default_factory=list)
+    left_out: int = 0
+
+
+def compare(first: Snapshot, second: Snapshot, log: str) -> Compared:
+    """What each process that is there now did between the two snapshots; the first one's dead are left out. Each is
+    looked at within ``DETAIL_SECONDS``; ``log`` is the watched file as we see it."""
+    found = Compared()
+    facts = _without_crowd([_counted(first, second, pid) for pid in sorted(second.processes)], found)
+    guard = Guard(DETAIL_SECONDS)
+    pipes: Holders = {}
+    members = [process.pid for process in facts if process.role in DETAILED_ROLES]
+    sockets, outside = Sockets(members), Outside(members)
+    stuck = procfs.blocked_pids() & {process.pid for process in facts}
     for process in facts:
-        if process.role in DETAILED_ROLES:
-            _descriptors(process, pipes, sockets, log)
-    return facts
+        if process.pid not in stuck and not _within(guard, lambda p=process: _locate(p)):  # type: ignore[misc]
+            stuck.add(process.pid)
+        if process.role in DETAILED_ROLES and process.pid not in stuck:
+            _within(guard, lambda p=process: collect_pipes(p.pid, pipes))  # type: ignore[misc]
+    for process in facts:
+        if (
+            process.role in DETAILED_ROLES
+            and process.pid not in stuck
+            and not _within(guard, lambda p=process: describe(p, pipes, outside, sockets, log))  # type: ignore[misc]
+        ):
+            stuck.add(process.pid)
+    guard.close()
+    _name_the_only_unknown(facts)
+    found.processes, found.blocked = facts, sorted(stuck)
+    return found
 
 
-def _process(first: Snapshot, second: Snapshot, pid: int) -> ProcessFacts:
+def _within(guard: Guard, look: Callable[[], None]) -> bool:
+    try:
+        guard.call(look)
+    except Stuck:
+        return False
+    return True
+
+
+def _without_crowd(facts: List[ProcessFacts], found: Compared) -> List[ProcessFacts]:
+    """``facts`` with few bystanders, and compilers beyond the first ones made bystanders."""
+    compilers = [process for process in facts if process.role == "compiler"]
+    plain = [process for process in facts if process.role not in DETAILED_ROLES] + compilers[COMPILERS:]
+    dropped = {process.pid for process in plain[BYSTANDERS:]}
+    found.left_out = len(dropped)
+    return [process for process in facts if process.pid not in dropped]
+
+
+def _name_the_only_unknown(facts: List[ProcessFacts]) -> None:
+    """A scheduler whose title cannot be read is the one rank that nobody else is."""
+    ranks = [process for process in facts if process.role == "scheduler" and process.state not in "ZX"]
+    unknown = [process for process in ranks if process.rank is None]
+    absent = set(range(len(ranks))) - {process.rank for process in ranks}
+    if len(unknown) == 1 and len(absent) == 1:
+        unknown[0].rank = absent.pop()
+        unknown[0].label = f"TP{unknown[0].rank}"
+
+
+def _counted(first: Snapshot, second: Snapshot, pid: int) -> ProcessFacts:
+    """What the two snapshots tell."""
     now = second.processes[pid]
     before = first.processes.get(pid)
     if before is None or before.start_time != now.start_time:
         before = now
     elapsed = max(second.at - first.at, 1e-3)
-    status = procfs.parse_fields(procfs.read_text(f"{procfs.PROC}/{pid}/status", 1 << 16) or "")
     ticks = now.utime + now.stime - before.utime - before.stime
+    between = max(second.read_at.get(pid, second.at) - first.read_at.get(pid, first.at), 1e-3)
     threads = [
-        _thread(tid, first.threads.get(pid, {}).get(tid), ticks_now, elapsed)
+        _thread(tid, first.threads.get(pid, {}).get(tid), ticks_now, between)
         for tid, ticks_now in second.threads.get(pid, {}).items()
     ]
-    main = next((thread for thread in threads if thread.tid == pid), None)
-    others = sorted((t for t in threads if t.tid != pid), key=lambda t: t.cpu, reverse=True)[:BUSY_THREADS]
-    for thread in [main, *others]:
-        if thread:
-            thread.wchan, thread.syscall = where_is(pid, thread.tid)
     return ProcessFacts(
         pid=pid,
         ppid=now.ppid,
@@ -121,22 +185,30 @@ def _process(first: Snapshot, second: Snapshot, pid: int) -> ProcessFacts:
         rchar_delta=now.rchar - before.rchar,
         read_bytes_delta=now.read_bytes - before.read_bytes,
         wchar_delta=now.wchar - before.wchar,
+        write_bytes_delta=now.write_bytes - before.write_bytes,
         majflt_delta=now.majflt - before.majflt,
-        main=main,
-        threads=others,
+        main=next((thread for thread in threads if thread.tid == pid), None),
+        threads=sorted((t for t in threads if t.tid != pid), key=lambda t: t.cpu, reverse=True)[:BUSY_THREADS],
         thread_count=now.threads,
-        syscall_fd=_descriptor_of(main.syscall) if main else -1,
-        polled_fds=polled_descriptors(pid, main.syscall) if main else [],
-        kernel_stack=kernel_stack(pid) if main else [],
-        tracer_pid=int(status.get("TracerPid", 0)),
         exit_signal=exit_signal(pid) if now.state in "ZX" else 0,
-        kill_pending=any(_has_kill(status.get(name, "0")) for name in ("SigPnd", "ShdPnd")),
+        readable=now.io_known or now.state in "ZX",
     )
 
 
-def is_wanted_native(process: ProcessFacts) -> bool:
-    """A rank that burns a core in its main thread."""
-    return process.role == "scheduler" and process.main is not None and process.main.cpu > NATIVE_CPU
+def _locate(process: ProcessFacts) -> None:
+    """Where its threads are, in the kernel."""
+    pid = process.pid
+    for thread in [process.main, *process.threads]:
+        if thread:
+            thread.wchan, thread.syscall = where_is(pid, thread.tid)
+    status = procfs.parse_fields(procfs.read_text(f"{procfs.PROC}/{pid}/status", 1 << 16) or "")
+    process.tracer_pid = int(status.get("TracerPid", 0))
+    process.kill_pending = _has_kill(status.get("ShdPnd", "")) or _has_kill(status.get("SigPnd", ""))
+    if process.main:
+        process.syscall_fd = _descriptor_of(process.main.syscall)
+        process.polled_fds = polled_descriptors(pid, process.main.syscall)
+    if process.role in DETAILED_ROLES:
+        process.kernel_stack = kernel_stack(pid)
 
 
 def exit_signal(pid: int) -> int:
@@ -168,6 +240,9 @@ def where_is(pid: int, tid: int) -> Tuple[str, str]:
     base = f"{procfs.PROC}/{pid}/task/{tid}"
     wchan = (procfs.read_text(f"{base}/wchan", 256) or "").strip()
     syscall = (procfs.read_text(f"{base}/syscall", 256) or "").strip()
+    if os.uname().machine == "aarch64":
+        number, _, rest = syscall.partition(" ")
+        syscall = f"{AARCH64.get(number, number)} {rest}".strip()
     return ("" if wchan == "0" else wchan), syscall
 
 
@@ -198,88 +273,3 @@ def kernel_stack(pid: int) -> List[str]:
     """Functions of the main thread's kernel stack, innermost first; empty without the right to read it."""
     text = procfs.read_text(f"{procfs.PROC}/{pid}/stack", 1 << 14) or ""
     return [line.split()[-1].partition("+")[0] for line in text.splitlines() if line.strip()]
-
-
-# --------------------------------------------------------------------------- descriptors
-def pipe_holders(taken: Snapshot) -> Dict[int, List[Tuple[int, int, str]]]:
-    """Pipe inode to (pid, fd, "r" or "w") of every process of the server that has it open."""
-    holders: Dict[int, List[Tuple[int, int, str]]] = {}
-    for pid, sample in taken.processes.items():
-        if sample.role not in DETAILED_ROLES:
-            continue
-        for fd, target in procfs.fd_targets(pid).items():
-            if target.startswith("pipe:["):
-                holders.setdefault(int(target[6:-1]), []).append((pid, fd, _mode(pid, fd)))
-    return holders
-
-
-def _mode(pid: int, fd: int) -> str:
-    flags = procfs.parse_fields(procfs.read_text(f"{procfs.PROC}/{pid}/fdinfo/{fd}", 4096) or "").get("flags", "0")
-    return "w" if int(flags, 8) & os.O_ACCMODE == os.O_WRONLY else "r"
-
-
-def _descriptors(
-    process: ProcessFacts, pipes: Dict[int, List[Tuple[int, int, str]]], sockets: Dict[int, SocketFacts], log: str
-) -> None:
-    targets = procfs.fd_targets(process.pid)
-    process.fd_count = len(targets)
-    process.fd_limit = _fd_limit(process.pid)
-    process.stdout, process.stderr = targets.get(1, ""), targets.get(2, "")
-    process.writes_log = _is_file(process.pid, 1, log) if log and 1 in targets else None
-    process.pipes = [end for inode in pipes for end in _pipe_ends(process, inode, pipes[inode])]
-    _output_readers(process)
-    for fd, target in sorted(targets.items()):
-        known = sockets.get(int(target[8:-1])) if target.startswith("socket:[") else None
-        if known and len(process.sockets) < SOCKETS:
-            process.sockets.append(SocketFacts(fd, known.state, known.local, known.remote))
-
-
-def _pipe_ends(process: ProcessFacts, inode: int, holders: List[Tuple[int, int, str]]) -> List[PipeEnd]:
-    """This process's ends of one pipe. A pipe to itself (an event loop's wake-up) says nothing and is left out, but
-    for the one that its main thread waits on: then nobody else can ever write."""
-    pid = process.pid
-    alone = {holder for holder, _, _ in holders} == {pid} and {mode for _, _, mode in holders} == {"r", "w"}
-    ends = []
-    for holder, fd, mode in holders:
-        if holder != pid or (alone and not (mode == "r" and fd == process.syscall_fd)):
-            continue
-        peers: Set[int] = {other for other, _, theirs in holders if theirs != mode} - ({pid} if alone else set())
-        ends.append(PipeEnd(fd, inode, mode, sorted(peers), own_writer=alone and not _held_elsewhere(pid, inode)))
-    return ends
-
-
-def _held_elsewhere(pid: int, inode: int) -> bool:
-    """Whether any other process of the host has that pipe open."""
-    return bool(_holders(inode) - {pid})
-
-
-def _holders(inode: int) -> Set[int]:
-    name = f"pipe:[{inode}]"
-    return {pid for pid in procfs.pids() if name in procfs.fd_targets(pid).values()}
-
-
-def _output_readers(process: ProcessFacts) -> None:
-    """Who reads the pipe into which the main thread cannot write its log; the reader is no part of the server."""
-    target = {1: process.stdout, 2: process.stderr}.get(process.syscall_fd, "")
-    if not target.startswith("pipe:["):
-        return
-    inode = int(target[6:-1])
-    peers = sorted(_holders(inode) - {process.pid})[:PEERS]
-    states = "".join(stat.state for pid in peers if (stat := procfs.read_stat(pid)))
-    process.pipes = [end for end in process.pipes if end.fd != process.syscall_fd]
-    process.pipes.append(PipeEnd(process.syscall_fd, inode, "w", peers, peer_states=states))
-
-
-def _is_file(pid: int, fd: int, path: str) -> Optional[bool]:
-    try:
-        return os.path.samestat(os.stat(f"{procfs.PROC}/{pid}/fd/{fd}"), os.stat(path))
-    except OSError:
-        return None
-
-
-def _fd_limit(pid: int) -> int:
-    for line in (procfs.read_text(f"{procfs.PROC}/{pid}/limits", 4096) or "").splitlines():
-        if line.startswith("Max open files"):
-            soft = line.split()[3]
-            return int(soft) if soft.isdigit() else 0
-    return 0

@@ -13,6 +13,7 @@ from typing import List
 
 from fleetdump.agent.evidence_types import OperationCounts, RankCount, RasFacts
 from fleetdump.agent.probes.bounded import ProbeFailed
+from fleetdump.agent.probes.net import enter_network_of
 
 ADDRESS = ("127.0.0.1", 28028)
 LIMIT = 4.0
@@ -35,8 +36,11 @@ _SILENT = re.compile(r"^ +(?:Rank -?\d+ -- GPU \S+ managed by process|Process) (
 def ras(pids: List[int]) -> RasFacts:
     """Ask RAS of this host; facts of processes other than ``pids`` are dropped (several jobs share the port).
 
-    Raises ``ProbeFailed`` when nobody listens or the answer does not come in time.
+    RAS listens on loopback, so it is asked in the network namespace of the first of ``pids``. Raises ``ProbeFailed``
+    when nobody listens or the answer does not come in time.
     """
+    if pids:
+        enter_network_of(pids[0])
     return only(parse_ras(_ask()), pids)
 
 

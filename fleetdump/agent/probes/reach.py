@@ -12,8 +12,12 @@ from typing import Dict, List
 from fleetdump.agent import procfs
 from fleetdump.agent.evidence_types import HostFacts
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
+from fleetdump.agent.scrub import scrub
 
 FABRIC_UNIT = "nvidia-fabricmanager"
+LOGINS = 40
+_JOURNAL = re.compile(r"(?P<at>\d{9,}(?:\.\d+)?) \S+ [^:]*: (?P<text>.*)")
+_LOGIN = re.compile(r"[Ss]ession|user@|\.scope")
 _ADDRESS = re.compile(
     r"^\d+: (?P<name>[^\s@]+)\S*\s+inet6? (?P<address>[0-9a-f.:]+)/(?P<prefix>\d+)(?P<rest>.*)$", re.M
 )
@@ -24,8 +28,8 @@ def host_facts(pid: int) -> HostFacts:
 
     Each part that cannot be read stays empty.
     """
-    facts = HostFacts(name_resolves_to=_own_addresses())
-    for read in (_read_addresses, _read_acs, _read_fabric_manager):
+    facts = HostFacts(name_resolves_to=_own_addresses(), machine=os.uname().machine)
+    for read in (_read_addresses, _read_acs, _read_fabric_manager, _read_logins):
         with contextlib.suppress(ProbeFailed):
             read(facts)
     facts.cgroup = _cgroup(pid)
@@ -68,6 +72,19 @@ def _read_fabric_manager(facts: HostFacts) -> None:
         output = run_command(["systemctl", "is-active", FABRIC_UNIT], 2.0)
         known = run_command(["systemctl", "cat", FABRIC_UNIT], 2.0).status == 0
         facts.fabric_manager = output.stdout.strip() if known else ""
+
+
+def _read_logins(facts: HostFacts) -> None:
+    if os.path.isdir("/run/systemd/system"):
+        who = ["_COMM=systemd-logind", "+", "_COMM=systemd"]
+        output = run_command(["journalctl", "-q", "--no-pager", "-o", "short-unix", "-n", "400", *who], 2.0)
+        facts.logins = parse_logins(output.stdout)
+
+
+def parse_logins(text: str) -> List[str]:
+    """Of the journal, in its form with seconds of the epoch, what it says on login sessions and their processes."""
+    matches = (match for line in text.splitlines() if (match := _JOURNAL.match(line)))
+    return [f"{match['at']} {scrub(match['text'])}" for match in matches if _LOGIN.search(match["text"])][-LOGINS:]
 
 
 def _cgroup(pid: int) -> str:

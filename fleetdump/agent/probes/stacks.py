@@ -11,18 +11,22 @@ from fleetdump.agent.evidence_types import ProcessFacts, Stack, StackGroup
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 
 LIMIT = 6.0
+MISSING = "py-spy not found"
 FRAMES = 24
 GROUP_FRAMES = 6
 ACTIVE_THREADS = 6
 ACTIVE_FRAMES = 6
 
 
-def find_py_spy(python: str) -> str:
-    """py-spy beside the server's interpreter, or on the PATH. Raises ``ProbeFailed`` when there is none."""
+def find_py_spy(python: str, brought: str = "") -> str:
+    """py-spy beside the server's interpreter, on the PATH, or as the controller ``brought`` it. Raises ``ProbeFailed``
+    when there is none."""
     beside = os.path.join(os.path.dirname(python), "py-spy") if python else ""
-    found = beside if beside and os.access(beside, os.X_OK) else shutil.which("py-spy")
+    found = next((path for path in (beside, shutil.which("py-spy"), brought) if path and os.access(path, os.X_OK)), "")
+    if not found and brought:
+        raise ProbeFailed(f"{brought} may not be run: its file system seems to be mounted noexec")
     if not found:
-        raise ProbeFailed("py-spy not found beside the server's interpreter, nor on the PATH")
+        raise ProbeFailed(f"{MISSING} beside the server's interpreter, nor on the PATH")
     return found
 
 
@@ -72,12 +76,13 @@ def _frames(thread: Dict[str, Any]) -> List[str]:
     return [f"{f['name']} ({f.get('short_filename') or f['filename']}:{f['line']})" for f in thread["frames"]]
 
 
-def group(stacks: List[Stack]) -> List[StackGroup]:
-    """Ranks by their innermost frames, the largest group first; smaller groups are marked as the minority."""
+def group(stacks: List[Stack], *, native: bool = False) -> List[StackGroup]:
+    """Ranks by their innermost frames (those of C and C++ too if ``native``), the largest group first; smaller groups
+    are marked as the minority. A rank without such frames is left out."""
     groups: Dict[str, StackGroup] = {}
     for stack in stacks:
-        if stack.role == "scheduler":
-            frames = stack.frames[:GROUP_FRAMES]
+        frames = (stack.native if native else stack.frames)[:GROUP_FRAMES]
+        if stack.role == "scheduler" and (frames or not native):
             groups.setdefault("\n".join(frames), StackGroup(frames, [])).ranks.append(stack.label)
     ordered = sorted(groups.values(), key=lambda g: -len(g.ranks))
     for one in ordered[1:]:

@@ -7,9 +7,10 @@ import re
 from fleetdump.agent.evidence_types import FlightRecord, RankCount
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.compiling import compiles
-from fleetdump.diagnosis.suspect import COLLECTIVES, Suspect, stack_facts, suspect
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
+from fleetdump.diagnosis.suspect import COLLECTIVES, Suspect, collective_of, stack_facts, suspect
+from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
 from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import rank_names
 
 BEFORE_CAPTURE = ("imports", "init", "weights", "kv_pool", "jit")
 _NVLINK = re.compile(r"^NV\d+$")
@@ -28,21 +29,41 @@ def diverged(view: View) -> Verdict | None:
     """Ranks have launched different collectives, or of different size."""
     if not stands_still(view):
         return None
-    facts = [*_flight_facts(view.evidence.flight), *_contradictions(view)]
-    if not facts:
-        return None
     found = suspect(view)
-    size = any("sizes" in fact for fact in facts)
-    kind = "of different sizes" if size else "that do not match"
+    facts = [*_flight_facts(view.evidence.flight), *_contradictions(view)]
+    if not facts and not found.diverged:
+        return None
     return Verdict(
         "COLLECTIVE_DIVERGED",
-        f"the ranks are in collectives {kind}, so none of them ends",
-        HIGH,
+        f"the ranks have parted and none of their collectives ends: {_how_parted(view, found)}",
+        DIRECT if facts else PATTERN,
         phase=view.phase,
         rank=_odd_one(view) if found.rank is None else found.rank,
         evidence=[*facts, *found.facts, *stack_facts(view)],
         next_steps=["look for code that only some ranks run (a condition on rank, a patch, an early return)"],
     )
+
+
+def _how_parted(view: View, found: Suspect) -> str:
+    """The difference in a few words: sizes, counts, or where the stacks are."""
+    records = view.evidence.flight if _flight_facts(view.evidence.flight) else []
+    if records:
+        kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        for r in records:
+            kinds.setdefault((r.operation, tuple(r.sizes)), []).append(f"TP{r.rank}")
+        return "; ".join(f"{rank_names(of)} in {name} of size {list(sizes)}" for (name, sizes), of in kinds.items())
+    mismatches = view.evidence.ras.mismatches if _contradictions(view) else []
+    if mismatches:
+        by_count: dict[int, list[str]] = {}
+        for one in mismatches[0].ranks:
+            by_count.setdefault(one.count, []).append(f"TP{one.rank}")
+        return f"{mismatches[0].operation} " + "; ".join(
+            f"{count} on {rank_names(of)}" for count, of in by_count.items()
+        )
+    where = {s.label: name for s in view.evidence.stacks if s.label and (name := collective_of(s.frames))}
+    names = dict.fromkeys(where.values())
+    places = [f"{rank_names(label for label in where if where[label] == name)} in {name}" for name in names]
+    return "; ".join(places) or found.what
 
 
 def _flight_facts(records: list[FlightRecord]) -> list[str]:
@@ -90,20 +111,20 @@ def ras_facts(view: View) -> list[str]:
 @signature(Step.COLLECTIVES)
 def peer_to_peer_blocked(view: View) -> Verdict | None:
     """The first collective between GPUs on PCIe never ends: peer writes are dropped on their way."""
-    ranks = view.schedulers
-    if not stands_still(view) or view.port_open or len(ranks) < 2 or view.phase not in BEFORE_CAPTURE:
+    members = view.schedulers
+    if not stands_still(view) or view.port_open or len(members) < 2 or view.phase not in BEFORE_CAPTURE:
         return None
     found = suspect(view)
     level = found.rank is None and not (found.diverged or view.evidence.ras.mismatches or view.late_ranks)
     links = view.evidence.host.gpu_links
     if not level or any(_NVLINK.match(link) for link in links) or view.evidence.target.nodes > 1:
         return None
-    waiting = view.gpus_wait and len(view.spins) == len(ranks)
-    at_nccl = view.phase == "init" and all((m := view.marks_of(p)) and _at_nccl(m.nccl, m.last_line) for p in ranks)
+    waiting = view.gpus_wait and len(view.spins) == len(members)
+    at_nccl = view.phase == "init" and all((m := view.marks_of(p)) and _at_nccl(m.nccl, m.last_line) for p in members)
     if not (waiting or at_nccl):
         return None
     acs = view.evidence.host.acs_redirects
-    facts = _power_facts(view) if view.evidence.gpus else []
+    facts = _power_facts(view) if view.gpus else []
     facts += [f"links between the GPUs: {', '.join(sorted(set(links)))}"] if links else []
     facts += [f"{acs} PCIe bridges redirect peer traffic (ACSCtl ReqRedir+)"] if acs else []
     facts += [f"{m.label}: last line {m.last_line!r}" for m in view.evidence.log.ranks if at_nccl and m.last_line]
@@ -111,7 +132,7 @@ def peer_to_peer_blocked(view: View) -> Verdict | None:
     return Verdict(
         "P2P_BLOCKED",
         "the first collective between the GPUs never ends: peer-to-peer access over PCIe seems to be blocked",
-        HIGH if acs and waiting else MEDIUM if waiting and links else LOW,
+        DIRECT if acs and waiting else MEASURED if waiting and links else PATTERN if waiting else LOG_ONLY,
         phase=view.phase,
         evidence=facts,
         next_steps=[
@@ -129,27 +150,32 @@ def _at_nccl(stage: str, line: str) -> bool:
 def kernel_spin(view: View) -> Verdict | None:
     """Every host thread waits for a GPU, every GPU is busy at little power, and nobody has parted: a kernel never
     ends."""
-    ranks = view.schedulers
-    if not stands_still(view) or not ranks or not view.gpus_wait or view.evidence.ras.mismatches:
+    members = view.schedulers
+    if not stands_still(view) or not members or not view.gpus_wait or view.evidence.ras.mismatches:
         return None
-    if (view.phase == "capture" and not view.port_open) or peer_to_peer_blocked(view):
+    if (view.phase == "capture" and not view.port_open) or peer_to_peer_blocked(view) or diverged(view):
         return None
     launching = [s for s in view.evidence.stacks if s.role in ("scheduler", "engine")]
     hosts_wait = bool(view.spins) and all(s.kind in ("gpu", "unknown") for s in view.spins)
     found = suspect(view)
-    if not hosts_wait or len(view.spins) < len(ranks) or (found.rank is not None and len(ranks) > 1) or found.diverged:
+    if (
+        not hosts_wait
+        or len(view.spins) < len(members)
+        or (found.rank is not None and len(members) > 1)
+        or found.diverged
+    ):
         return None
     native = [frame for s in launching for frame in s.native]
     named = next((frame for frame in native if _ALL_REDUCE.search(frame)), "")
     what = " of the custom all-reduce" if named else ""
     sure = view.evidence.ras.status == "OK" or bool(named)
     facts = [*_power_facts(view), *found.facts]
-    facts += ["NCCL RAS: all ranks have launched the same operations"] if view.evidence.ras.status == "OK" else []
+    facts += ["NCCL RAS: all members have launched the same operations"] if view.evidence.ras.status == "OK" else []
     facts += [f"native frame: {named}"] if named else []
     return Verdict(
         "KERNEL_SPIN",
         f"a GPU kernel{what} never ends, and every rank waits for it",
-        HIGH if sure else MEDIUM,
+        DIRECT if sure else MEASURED,
         phase=view.phase,
         evidence=facts,
         next_steps=[
@@ -160,10 +186,10 @@ def kernel_spin(view: View) -> Verdict | None:
 
 
 def _power_facts(view: View) -> list[str]:
-    return [
-        f"GPU {g.index}: {g.utilization} % busy at {g.power:.0f} of {g.power_limit:.0f} W, so it waits in a kernel"
-        for g in view.evidence.gpus[:8]
-    ]
+    gpus = view.gpus[:8]
+    facts = [f"GPU {g.index}: {g.utilization} % busy at {g.power:.0f} of {g.power_limit:.0f} W" for g in gpus]
+    facts += ["so they wait in a kernel, they do not compute"] if view.gpus_wait else []
+    return facts + [f"GPU {g.index}: {g.links_down} NVLinks are down" for g in view.gpus if g.links_down]
 
 
 @signature(Step.COLLECTIVES)
@@ -181,7 +207,7 @@ def capture(view: View) -> Verdict | None:
     return Verdict(
         "GRAPH_CAPTURE",
         f"graph capture stands still{f' at {view.bar}' if view.bar else ''}, and no rank stands out",
-        MEDIUM if stacks else LOW,
+        PATTERN,
         phase="capture",
         evidence=[*_capture_facts(view, found), *(_power_facts(view) if view.gpus_wait else [])],
         next_steps=steps,

@@ -7,26 +7,29 @@ import re
 from fleetdump.agent.evidence_types import Stack
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.locks import waits_for_lock
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, WAIT, Verdict
+from fleetdump.diagnosis.types import DIRECT, PATTERN, WAIT, Verdict
 from fleetdump.diagnosis.view import View
 
 BUSY = 0.5
 _COMPILING = re.compile(
     r"make_(?:ir|ttir|ttgir|llir|ptx|cubin)|triton/compiler|ASTSource|_do_compile|ninja|nvcc|nvrtc|_build_extension|"
-    r"build_and_load|jit_compile|_run_ninja_build|libtriton|torch/_inductor|deep_?gemm.*(?:compile|build|warmup)|"
-    r"^(?:\w+\.)*compile \(",
+    r"build_and_load|jit_compile|_run_ninja_build|libtriton|libLLVM|libnvptx|deep_?gemm.*(?:compile|build|warmup)|"
+    r"torch/_inductor/(?:compile_fx|graph|scheduler|codegen|ir|lowering|select_algorithm|async_compile|autotune)|"
+    r"torch/_dynamo/(?:convert_frame|output_graph|symbolic_convert)|tilelang.*(?:compile|lower)|cute/.*compile|"
+    r"^(?:\w+\.)*compile \((?!re[./])",
     re.IGNORECASE,
 )
+"""Frames that make code; those that run what was made (torch/_inductor/output_code, triton/runtime) are not here."""
 _EXPECTED = re.compile(r"DeepGEMM", re.IGNORECASE)
 
 
 @signature(Step.PROGRESS)
 def compiling(view: View) -> Verdict | None:
     """Living compiler children use CPU, a rank's stack is inside a compiler, or the phase of compilation moves."""
-    inside = [s for s in view.evidence.stacks if _compiles(s, view)]
+    inside = compiling_stacks(view)
     moves = view.phase == "jit" and view.starting and not view.port_open and _works(view)
     done = view.healthy and not view.evidence.log.running_requests
-    gone = view.missing_ranks or not view.evidence.launcher_alive
+    gone = view.gone or not view.evidence.launcher_alive
     if (not view.compilers and not inside and not moves) or done or view.forwards or gone or view.grammar_stacks:
         return None
     names = sorted({p.name for p in view.compilers})
@@ -44,7 +47,7 @@ def compiling(view: View) -> Verdict | None:
     return Verdict(
         "JIT_COMPILING",
         f"kernels are being compiled{whose}{where}: {', '.join(names) or 'inside the process'}",
-        HIGH if view.compilers else MEDIUM if inside else LOW,
+        DIRECT if view.compilers or inside else PATTERN,
         WAIT,
         view.phase,
         rank,
@@ -55,7 +58,12 @@ def compiling(view: View) -> Verdict | None:
 
 def compiles(view: View) -> bool:
     """Compilers run, or a rank is inside one: whoever waits, waits for that."""
-    return bool(view.compilers) or any(_compiles(stack, view) for stack in view.evidence.stacks)
+    return bool(view.compilers or compiling_stacks(view))
+
+
+def compiling_stacks(view: View) -> list[Stack]:
+    """Stacks of ranks that are inside a compiler."""
+    return [stack for stack in view.evidence.stacks if _compiles(stack, view)]
 
 
 def _next_steps(view: View) -> list[str]:

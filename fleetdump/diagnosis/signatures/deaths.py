@@ -7,38 +7,43 @@ import re
 from fleetdump.agent.evidence_types import ProcessFacts
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.network import port_race
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
+from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
 from fleetdump.diagnosis.view import View
 
 SIGKILL = 9
 _KILLED = re.compile(r"Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)")
 
+TITLE_TEXT = 120
+_EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Exit|Interrupt)\b(?::|$)")
 _COMPILER = re.compile(r"(?:nvcc|cicc|ptxas|cudafe|ninja|cc1|clang)")
 
 
-@signature(Step.PROCESSES)
+@signature(Step.HOST)
 def out_of_memory(view: View) -> Verdict | None:
     """The kernel killed something for memory while this server lived, and a process of it is gone."""
     memory = view.evidence.memory
-    gone = view.missing_ranks or not view.evidence.launcher_alive
-    if not gone or not (memory.oom_lines or memory.oom_kills):
+    kills = max(memory.oom_kills, view.evidence.cgroup.memory_events.get("oom_kill", 0))
+    gone = view.gone or not view.evidence.launcher_alive
+    if not gone or not (memory.oom_lines or kills):
         return None
     killed = [match for line in memory.oom_lines if (match := _KILLED.search(line))]
     ours = [m for m in killed if m["name"].startswith(("sglang", "python", "pt_main", "VLLM", "vllm", "ray::"))]
     compilers = [m for m in killed if _COMPILER.match(m["name"])]
-    others = bool(killed) and not ours and not compilers and not memory.oom_kills
-    if others:
+    others = bool(killed) and not ours and not compilers and not kills
+    explained = bool(view.evidence.log.crash) and not view.crash_is_of_a_peer and not (ours or compilers)
+    if others or explained:
         return None
     facts = [*memory.oom_lines[:4]]
     facts += [f"{len(compilers)} of the killed are compilers: kernels were being built"] if compilers else []
-    if memory.oom_kills:
-        facts.append(f"the server's cgroup counts {memory.oom_kills} out-of-memory kills")
+    if kills:
+        facts.append(f"the server's cgroup counts {kills} out-of-memory kills")
     rank = view.missing_ranks[0] if len(view.missing_ranks) == 1 else None
+    victim = f"rank {rank}" if rank is not None else "a process of this server"
+    during = " while kernels were compiled" if compilers or view.compilers else ""
     return Verdict(
         "OOM_KILLED",
-        "the kernel's out-of-memory killer ended a process of this server"
-        + (" while it compiled kernels" if compilers or view.compilers else ""),
-        HIGH if ours or (memory.oom_kills and any(p.exit_signal == SIGKILL for p in view.zombies)) else MEDIUM,
+        f"the kernel killed {victim} for memory{during}; {_consequence(view)}",
+        DIRECT if ours or (kills and any(p.exit_signal == SIGKILL for p in view.zombies)) else MEASURED,
         phase=view.phase,
         rank=rank,
         evidence=facts,
@@ -59,16 +64,18 @@ def launcher_died(view: View) -> Verdict | None:
     left = [p.label or p.role for p in view.members]
     facts.append(f"still there: {', '.join(left)}" if left else "no process of the server is left")
     facts += _crash_facts(view)
+    facts += [f"its last words: {words}"] if not log.crash and (words := _last_words(view)) else []
     rank = view.crash_rank
     if rank is not None:
         lost = view.crash_is_of_a_peer or not log.crash
-        title = f"the server died: rank {rank} {'was lost' if lost else 'raised'} first"
+        title = f"the server died: rank {rank} {'was lost first' if lost else f'raised first, {short(log.crash)}'}"
     else:
-        title = "the server died"
+        words = log.crash or _last_words(view)
+        title = f"the server died: {short(words)}" if words else "the server died, and its log names no reason"
     return Verdict(
         "LAUNCHER_DIED",
         title,
-        HIGH,
+        DIRECT,
         phase=view.phase,
         rank=rank,
         evidence=facts,
@@ -84,11 +91,11 @@ def rank_crashed(view: View) -> Verdict | None:
         return None
     rank = view.crash_rank
     who = f"rank {rank}" if rank is not None else "a rank"
-    verb = "was lost" if view.crash_is_of_a_peer else "raised an exception"
+    verb = "was lost" if view.crash_is_of_a_peer else f"raised {short(log.crash)}"
     return Verdict(
         "RANK_CRASHED",
-        f"{who} {verb}; the launcher has not ended yet",
-        MEDIUM if view.crash_is_of_a_peer else HIGH,
+        f"{who} {verb}; the launcher has not ended yet, and for about a minute every request hangs",
+        PATTERN if view.crash_is_of_a_peer else DIRECT,
         phase=view.phase,
         rank=rank,
         evidence=[*_crash_facts(view), *_gone_facts(view)],
@@ -102,25 +109,23 @@ def rank_crashed(view: View) -> Verdict | None:
 @signature(Step.PROCESSES)
 def dead_rank(view: View) -> Verdict | None:
     """A rank is gone without a word while the launcher lives: it waits for it, or answers for a dead engine."""
-    gone = view.missing_ranks or view.engine_dead
-    if not view.evidence.launcher_alive or not gone or view.evidence.log.crash:
+    if not view.evidence.launcher_alive or not view.gone or view.evidence.log.crash:
         return None
     several = len(view.missing_ranks) > 1
-    listed = ", ".join(map(str, view.missing_ranks))
-    who = f"{'ranks' if several else 'rank'} {listed}" if listed and not view.engine_dead else "the engine core"
+    who = _who_is_gone(view)
     verb = "are" if several and not view.engine_dead else "is"
     rank = view.crash_rank if len(view.missing_ranks) != 1 else view.missing_ranks[0]
     known = _trouble(view, "rank_died")
     facts = [*_gone_facts(view), *(known or ["the log names no exception: killed from outside, or by the kernel"])]
     if view.port_open:
-        code, title = "API_ALIVE_ENGINE_DEAD", f"{who} {verb} dead, yet the HTTP server still answers"
+        code, title = "API_ALIVE_ENGINE_DEAD", f"{who} {verb} dead; {_consequence(view)}"
     else:
-        code, title = "PARENT_WAITS_DEAD_RANK", f"the launcher waits for {who}, which {verb} dead"
+        code, title = "PARENT_WAITS_DEAD_RANK", f"{who} {verb} dead; {_consequence(view)}"
         facts.append(f"port {view.evidence.target.port} is closed")
     return Verdict(
         code,
         title,
-        HIGH if view.zombies or view.schedulers else MEDIUM,
+        DIRECT if view.zombies or view.schedulers else MEASURED,
         phase=view.phase,
         rank=rank,
         evidence=facts,
@@ -129,6 +134,27 @@ def dead_rank(view: View) -> Verdict | None:
             "stop the server, then deploy again",
         ],
     )
+
+
+def _consequence(view: View) -> str:
+    """What the death of a process means for the rest."""
+    if not view.evidence.launcher_alive:
+        return "the server died with it"
+    if view.port_open:
+        return "the HTTP server still answers, and no request will end"
+    ends = [end.fd for end in view.launcher.pipes] if view.launcher else []
+    pipe = " on a pipe" if view.launcher and view.launcher.syscall_fd in ends else ""
+    whom = "them" if len(view.missing_ranks) > 1 else "it"
+    return f"the launcher waits for {whom}{pipe} and will wait for ever"
+
+
+def _who_is_gone(view: View) -> str:
+    listed = ", ".join(map(str, view.missing_ranks))
+    if view.engine_dead:
+        return "the engine core"
+    if listed:
+        return f"{'ranks' if len(view.missing_ranks) > 1 else 'rank'} {listed}"
+    return "a scheduler" if view.zombies else "the detokenizer"
 
 
 @signature(Step.PROCESSES)
@@ -140,7 +166,7 @@ def port_in_use(view: View) -> Verdict | None:
         return Verdict(
             "PORT_IN_USE",
             f"port {port.port} belongs to {owner}",
-            HIGH if port.owner_pid else MEDIUM,
+            DIRECT if port.owner_pid else MEASURED,
             phase=view.phase,
             evidence=[f"the listening socket of port {port.port} is held by {owner}", *_trouble(view, "port_in_use")],
             next_steps=["stop that process or choose another port in the inventory"],
@@ -149,7 +175,7 @@ def port_in_use(view: View) -> Verdict | None:
         return Verdict(
             "PORT_IN_USE",
             f"the server found an address in use (port {port.port} or one of its internal ports)",
-            LOW,
+            LOG_ONLY,
             phase=view.phase,
             evidence=_trouble(view, "port_in_use"),
             next_steps=["deploy again; if it comes back, give internal ports outside net.ipv4.ip_local_port_range"],
@@ -165,6 +191,16 @@ def _port_taken(view: View) -> bool:
 def _trouble(view: View, name: str) -> list[str]:
     line = view.evidence.log.troubles.get(name)
     return [f"log: {line}"] if line else []
+
+
+def short(text: str) -> str:
+    """The beginning of an exception's line, for a sentence."""
+    return text if len(text) <= TITLE_TEXT else f"{text[:TITLE_TEXT].rstrip()} ..."
+
+
+def _last_words(view: View) -> str:
+    """The last line of the log that looks like an exception; of a launcher that failed before any rank."""
+    return next((line.strip() for line in reversed(view.evidence.log.tail) if _EXCEPTION.match(line)), "")
 
 
 def _crash_facts(view: View) -> list[str]:

@@ -6,8 +6,9 @@ import re
 
 from fleetdump.agent.evidence_types import GpuFacts, GpuProcess
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
+from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, Verdict
 from fleetdump.diagnosis.view import FULL_USE, View
+from fleetdump.diagnosis.words import is_are, listed
 
 FOREIGN_MIB = 1024
 WEDGED_MIB = 2048
@@ -16,6 +17,7 @@ _XID = re.compile(r"Xid.*?: (?P<number>\d+)")
 _LOST = re.compile(
     r"fallen off the bus|GPU is lost|[Uu]nable to determine the device handle|ERR!|No devices were found"
 )
+SOFTWARE_XIDS = frozenset({"13", "31", "43"})
 _FATAL_XIDS = frozenset({"48", "63", "64", "74", "79", "94", "95", "119", "120", "140"})
 
 
@@ -26,6 +28,8 @@ def xid(view: View) -> Verdict | None:
     numbers = sorted({match["number"] for line in lines if (match := _XID.search(line))}, key=int)
     if not _FATAL_XIDS & set(numbers):
         lines = [line for line in view.kernel_since_start if "Xid" in line]
+    if numbers and set(numbers) <= SOFTWARE_XIDS:
+        return None
     smi = view.probe("nvidia-smi")
     lost = smi.detail if smi and not smi.ok and _LOST.search(smi.detail) else ""
     if not (lines or lost) or view.healthy:
@@ -34,10 +38,27 @@ def xid(view: View) -> Verdict | None:
     return Verdict(
         "XID",
         named,
-        HIGH if _FATAL_XIDS & set(numbers) or lost else MEDIUM,
+        DIRECT,
         phase=view.phase,
         evidence=[*lines[-5:], *([f"nvidia-smi: {lost}"] if lost else [])],
         next_steps=["drain the host; look the number up in NVIDIA's Xid catalogue (79: fallen off the bus, reboot)"],
+    )
+
+
+@signature(Step.PROCESSES)
+def fault_of_a_kernel(view: View) -> Verdict | None:
+    """An Xid that a program causes: a kernel read or wrote where it may not, or was reset after that."""
+    lines = [line for line in view.kernel_since_start if "Xid" in line]
+    numbers = sorted({match["number"] for line in lines if (match := _XID.search(line))}, key=int)
+    if not numbers or not set(numbers) <= SOFTWARE_XIDS or view.healthy:
+        return None
+    return Verdict(
+        "XID",
+        f"the GPU driver reported Xid {listed(numbers)}: a kernel of a program did what it may not, no broken GPU",
+        MEASURED,
+        phase=view.phase,
+        evidence=lines[-5:],
+        next_steps=["look at the first exception of the process that the line names; try CUDA_LAUNCH_BLOCKING=1"],
     )
 
 
@@ -57,7 +78,7 @@ def fabric_manager(view: View) -> Verdict | None:
     return Verdict(
         "FABRIC_MANAGER",
         "the NVSwitch fabric is not initialised, so no process can use the GPUs",
-        HIGH if waiting or sum(signs) > 1 else LOW,
+        DIRECT if waiting or sum(signs) > 1 else LOG_ONLY,
         phase=view.phase,
         evidence=facts,
         next_steps=[
@@ -83,8 +104,8 @@ def orphan_memory(view: View) -> Verdict | None:
     ]
     return Verdict(
         "ORPHAN_GPU",
-        f"GPU memory is held by process {', '.join(map(str, pids))}, which is not of this server",
-        HIGH if short or orphans else MEDIUM,
+        f"GPU memory is held by process {listed(map(str, pids))}, which {is_are(pids)} not of this server",
+        DIRECT if short or orphans else MEASURED,
         phase=view.phase,
         evidence=[*facts, *([f"log: {short}"] if short else [])],
         next_steps=[f"find out whose it is (ps -fp {' '.join(map(str, pids))}) and end it, then deploy again"],
@@ -110,7 +131,7 @@ def mixed(view: View) -> Verdict | None:
     return Verdict(
         "MIXED_GPU",
         "the server's GPUs are of different kinds",
-        HIGH,
+        DIRECT,
         phase=view.phase,
         evidence=[f"GPUs: {', '.join(kinds)}", f"log: {line}"],
         next_steps=["choose equal GPUs with CUDA_VISIBLE_DEVICES, or servers of their own for each kind"],
@@ -125,18 +146,23 @@ def _spread(sizes: set[int]) -> bool:
 def wedged(view: View) -> Verdict | None:
     """A GPU is fully busy for nobody."""
     busy = [g for g in view.evidence.gpus if _is_wedged(g)]
-    if not busy or view.schedulers:
+    # In a container nvidia-smi may list no process at all: while ours run, only a list that has them says anything.
+    listing = any(p.ours for g in view.evidence.gpus for p in g.processes)
+    if not busy or (view.schedulers and not listing):
         return None
-    listed = ", ".join(str(g.index) for g in busy)
+    numbers = [str(g.index) for g in busy]
+    names = f"GPU{'s' if len(busy) > 1 else ''} {listed(numbers)}"
     facts = [f"GPU {g.index}: {g.utilization} %, {g.power:.0f} W, {g.memory_used} MiB, and no process" for g in busy]
     facts.append("no Xid in the kernel log" if not view.evidence.kernel_log else "the kernel log has driver lines")
     return Verdict(
         "GPU_WEDGED",
-        f"GPU {listed} is busy without any process: a kernel of a killed server still runs",
-        HIGH,
+        f"{names} {is_are(busy)} busy without any process: a kernel of a killed server still runs",
+        DIRECT,
         phase=view.phase,
         evidence=facts,
-        next_steps=[f"nvidia-smi --gpu-reset -i {listed}, with nobody on it; if that fails, reboot the host"],
+        next_steps=[
+            f"nvidia-smi --gpu-reset -i {','.join(numbers)}, with nobody on it; if that fails, reboot the host"
+        ],
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fleetdump.agent.evidence_types import DiskFacts
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, MEDIUM, Verdict
-from fleetdump.diagnosis.view import View, size
+from fleetdump.diagnosis.types import DIRECT, PATTERN, Verdict
+from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import size
 
 FULL_BYTES = 1 << 20
 
@@ -12,9 +14,9 @@ FULL_BYTES = 1 << 20
 @signature(Step.HOST)
 def disk_full(view: View) -> Verdict | None:
     """A file system that the server writes to has no space or no inodes left."""
-    full = [d for d in view.evidence.disks if d.total_bytes and (d.free_bytes < FULL_BYTES or d.free_inodes == 0)]
+    full = full_disks(view)
     line = view.trouble("disk_full")
-    if not full:
+    if not full or view.healthy:
         return None
     facts = [f"{d.path} ({d.use}, {d.fstype}): {size(d.free_bytes)} and {d.free_inodes} inodes free" for d in full]
     if line:
@@ -25,11 +27,17 @@ def disk_full(view: View) -> Verdict | None:
     return Verdict(
         "DISK_FULL",
         f"no space left on {where}",
-        HIGH,
+        DIRECT,
         phase=view.phase,
         evidence=facts,
         next_steps=["free space there; the log may be cut off, so judge by the processes, then deploy again"],
     )
+
+
+def full_disks(view: View) -> list[DiskFacts]:
+    """File systems without space or inodes; shared memory has a code of its own."""
+    disks = [d for d in view.evidence.disks if d.total_bytes and d.use != "shm"]
+    return [d for d in disks if d.free_bytes < FULL_BYTES or d.free_inodes == 0]
 
 
 @signature(Step.HOST)
@@ -51,7 +59,7 @@ def proxy_warmup(view: View) -> Verdict | None:
     return Verdict(
         "PROXY_WARMUP",
         f"the warm-up request goes to the proxy {next(iter(proxies.values()))} instead of the server itself",
-        HIGH if refused else MEDIUM,
+        DIRECT if refused else PATTERN,
         phase="warmup",
         evidence=facts,
         next_steps=[f"add {evidence.target.host} to no_proxy in the server's env, or unset the proxy"],

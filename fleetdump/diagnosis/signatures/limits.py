@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
-from fleetdump.diagnosis.view import View, size
+from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
+from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import size
 
 SHM_SMALL = 256 << 20
 """A container's default /dev/shm has 64 MiB; a rank's NCCL and torch segments need more than that together."""
@@ -32,9 +33,9 @@ def shm_small(view: View) -> Verdict | None:
     return Verdict(
         "SHM_SMALL",
         f"shared memory is too small (/dev/shm: {size(shm.total_bytes)}, {size(shm.free_bytes)} free) for its ranks",
-        HIGH if told else LOW,
+        DIRECT if told else PATTERN,
         phase=view.phase,
-        rank=bus[0].rank if bus else None,
+        rank=view.missing_ranks[0] if bus and len(view.missing_ranks) == 1 else None,
         evidence=facts,
         next_steps=["start the container with --ipc=host or --shm-size=32g (Kubernetes: an emptyDir of medium Memory)"],
     )
@@ -51,7 +52,7 @@ def open_files(view: View) -> Verdict | None:
     return Verdict(
         "NOFILE",
         "a process of the server may open no more files",
-        HIGH if full and line else MEDIUM if full else LOW,
+        DIRECT if full and line else MEASURED if full else LOG_ONLY,
         phase=view.phase,
         rank=full[0].rank if full else None,
         evidence=[*facts, *([f"log: {line}"] if line else [])],

@@ -6,8 +6,9 @@ import re
 
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.collectives import stands_still
-from fleetdump.diagnosis.types import HIGH, MEDIUM, Verdict
-from fleetdump.diagnosis.view import View, name_of, size
+from fleetdump.diagnosis.types import DIRECT, MEASURED, PATTERN, Verdict
+from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import name_of, size
 
 PRESSURE = 5.0
 """Percent of time in which all work waited for memory."""
@@ -25,18 +26,18 @@ def loader_deadlock(view: View) -> Verdict | None:
     memory = view.evidence.memory
     rss = sum(p.rss for p in ranks)
     inside = [s for s in view.evidence.stacks if s.role == "scheduler" and any(_LOADER.search(f) for f in s.frames)]
-    pressed = memory.pressure_full >= PRESSURE
+    pressed = view.memory_pressure >= PRESSURE
     large = bool(memory.total) and rss >= LARGE * memory.total
     if any(p.state == "D" for p in ranks) or not (pressed or large or inside):
         return None
     facts = [f"{p.label}: sleeps in {p.main.wchan if p.main else '?'}, read nothing" for p in ranks[:8]]
     facts += [f"the ranks hold {size(rss)} of {size(memory.total)} of memory"] if memory.total else []
-    facts += [f"memory pressure: all work waits {memory.pressure_full:.0f} % of the time"] if pressed else []
+    facts += [f"memory pressure: all work waits {view.memory_pressure:.0f} % of the time"] if pressed else []
     facts += [f"{s.label} is in {s.frames[0]}" for s in inside]
     return Verdict(
         "LOADER_DEADLOCK",
         "the loader stands still: every rank sleeps and nothing is read from disk or cache",
-        HIGH if pressed or inside else MEDIUM,
+        MEASURED if pressed or inside else PATTERN,
         phase="weights",
         evidence=facts,
         next_steps=["fewer loader threads, no draft model beside it, or a newer SGLang; waiting does not help"],
@@ -62,7 +63,7 @@ def import_stall(view: View) -> Verdict | None:
     return Verdict(
         "IMPORT_STALL",
         "the import of SGLang or of a module that it needs never ends",
-        HIGH if deep else MEDIUM,
+        DIRECT if deep else MEASURED,
         phase="imports",
         evidence=[*facts, "the log has no mark of any phase yet"],
         next_steps=["read the stack: the last module in it is what hangs; use an environment on a local disk"],

@@ -7,8 +7,9 @@ import re
 from fleetdump.agent.evidence_types import LockFile, ProcessFacts, Stack
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.suspect import collective_of
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, STALL, WAIT, Verdict
-from fleetdump.diagnosis.view import View, name_of
+from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, STALL, WAIT, Verdict
+from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import name_of, rank_names
 
 _LOCK_WAIT = re.compile(
     r"file_baton|FileBaton|SoftFileLock|filelock|acquire .*_(?:soft|unix)\.py|\bflock\b|WeakFileLock"
@@ -42,8 +43,8 @@ def hub_lock(view: View) -> Verdict | None:
     facts += [f"{s.label or s.role} waits in {s.frames[0]}" for s in stacks]
     return Verdict(
         "HUB_LOCK",
-        f"a download lock is waited for that nobody here holds: {path or 'unknown path'}",
-        HIGH if stale else LOW,
+        f"the download waits for a lock that nobody here holds: {path or 'unknown path'}",
+        DIRECT if stale else LOG_ONLY,
         phase=view.phase,
         evidence=facts,
         next_steps=[
@@ -66,7 +67,7 @@ def cross_lock(view: View) -> Verdict | None:
         return Verdict(
             "JIT_COLLECTIVE_CROSSLOCK",
             f"{name_of(first)} waits for a lock of {name_of(second)}, which waits for it in {inside}",
-            HIGH,
+            DIRECT,
             phase=view.phase_of(first),
             rank=first.rank,
             evidence=[f"{name_of(first)} waits for {path}", f"{name_of(second)} holds it and is in {inside}"],
@@ -99,12 +100,13 @@ def stale_lock(view: View) -> Verdict | None:
     facts = [f"{s.label or s.role} waits in {s.frames[0]}" for s in stacks]
     facts += [f"{name_of(p)} wakes {p.main.voluntary:.0f} times a second and sleeps again" for p in polling if p.main]
     facts += [f"last log line: {_last_line(view)}"] if at_jit else []
+    who = rank_names(name_of(p) for p in waiting) if waiting else "the server"
     return Verdict(
         "JIT_STALE_LOCK",
-        f"a compile lock that a dead process left is waited for: {stale[0].path}",
-        HIGH if stacks else MEDIUM,
+        f"a dead process left a compile lock, and {who} will wait for it for ever: {stale[0].path}",
+        DIRECT if stacks else MEASURED,
         phase=view.phase,
-        rank=waiting[0].rank if waiting else None,
+        rank=waiting[0].rank if len(waiting) == 1 else None,
         evidence=[*facts, *(_age(f) for f in stale[:3]), "no compiler runs"],
         next_steps=[f"remove {stale[0].path}; nobody here has it open"],
     )
@@ -123,7 +125,7 @@ def lock_wait(view: View) -> Verdict | None:
         holder = holder if first.holder else "nobody on this host"
         where = f" on {first.fstype}" if first.fstype else ""
         return _waits_for(
-            view, pids[first.waiter], holder, f"{first.path or f'inode {first.inode}'}{where}", HIGH,
+            view, pids[first.waiter], holder, f"{first.path or f'inode {first.inode}'}{where}", DIRECT,
             [f"/proc/locks: {w.waiter} waits for {w.holder or 'nobody here'} on {w.path or w.inode}" for w in waits],
         )  # fmt: skip
     if view.within_patience:
@@ -132,13 +134,13 @@ def lock_wait(view: View) -> Verdict | None:
     stacks = [s for s in view.evidence.stacks if waits_for_lock(s)]
     if calls:
         facts = [f"{name_of(p)} sleeps in {p.main.wchan if p.main else ''}, /proc/locks shows no holder" for p in calls]
-        return _waits_for(view, calls[0], "a holder that is not visible here", "a lock", MEDIUM, facts)
+        return _waits_for(view, calls[0], "somebody who cannot be seen from here", "path unknown", MEASURED, facts)
     if stacks and not any(f.use == "compile" and _is_stale(view, f) for f in view.evidence.lock_files):
         process = pids.get(stacks[0].pid, view.members[0])
         file = next((f for f in view.evidence.lock_files if f.holder), None)
         holder = f"process {file.holder}" if file else "an unknown holder"
         facts = [f"{s.label or s.role} waits in {s.frames[0]}" for s in stacks]
-        return _waits_for(view, process, holder, file.path if file else "a lock file", MEDIUM, facts)
+        return _waits_for(view, process, holder, file.path if file else "a lock file", PATTERN, facts)
     return None
 
 
@@ -171,7 +173,7 @@ def _in_flock(process: ProcessFacts) -> bool:
 
 
 def _is_stale(view: View, file: LockFile) -> bool:
-    return not file.holder and file.age_seconds > view.evidence.uptime > 0
+    return not (file.holder or file.locked) and file.age_seconds > view.evidence.uptime > 0
 
 
 def _last_line(view: View) -> str:

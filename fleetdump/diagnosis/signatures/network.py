@@ -7,8 +7,9 @@ import re
 
 from fleetdump.agent.evidence_types import SocketFacts
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, Verdict
-from fleetdump.diagnosis.view import View, name_of
+from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
+from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import name_of
 
 _PRIVATE_BRIDGE = re.compile(r"^(?:\[\d+\])?(?:docker|br|virbr|veth|cni|flannel|cali|lxc|podman)[\w-]*", re.I)
 _LOOPBACK_NAME = re.compile(r"^(?:\[\d+\])?lo\b|127\.\d+\.\d+\.\d+|\[?::1\b")
@@ -39,7 +40,7 @@ def wrong_interface(view: View) -> Verdict | None:
     return Verdict(
         "WRONG_INTERFACE",
         "the ranks of this host announce an address that the other hosts cannot reach",
-        HIGH if sure + bool(to_loopback) + bool(line) + only_loopback > 1 else MEDIUM,
+        DIRECT if sure + bool(to_loopback) + bool(line) + only_loopback > 1 else PATTERN,
         phase=view.phase,
         evidence=facts,
         next_steps=[
@@ -75,7 +76,7 @@ def ipv6_only(view: View) -> Verdict | None:
     return Verdict(
         "IPV6_LOOPBACK",
         "the host speaks IPv6 only, and the ranks look for each other at an IPv4 address",
-        HIGH if waits or line else MEDIUM,
+        DIRECT if waits or line else PATTERN,
         phase=view.phase,
         evidence=facts,
         next_steps=["give --dist-init-addr an IPv6 address ([::1]:port on one host), or update SGLang"],
@@ -97,7 +98,7 @@ def bad_bind_host(view: View) -> Verdict | None:
     return Verdict(
         "BAD_BIND_HOST",
         f"the server cannot listen on {host}: this host has no such address",
-        HIGH if line and foreign else MEDIUM if foreign else LOW,
+        DIRECT if line and foreign else PATTERN if foreign else LOG_ONLY,
         phase=view.phase,
         evidence=facts,
         next_steps=["set host to 127.0.0.1, to 0.0.0.0, or to an address of this host"],
@@ -119,7 +120,7 @@ def port_race(view: View) -> Verdict | None:
     return Verdict(
         "PORT_RACE",
         f"{named} of the server's inner connections was taken by somebody else",
-        MEDIUM,
+        LOG_ONLY,
         phase=view.phase,
         evidence=[f"log: {line}", f"nobody else listens on the server's own port {evidence.target.port}"],
         next_steps=["deploy again; if it comes back, give --nccl-port outside net.ipv4.ip_local_port_range"],
@@ -142,7 +143,7 @@ def missing_rank(view: View) -> Verdict | None:
     return Verdict(
         "MISSING_RANK",
         f"rank {process.rank} has not joined: all other ranks wait for it in the set-up",
-        MEDIUM,
+        PATTERN,
         phase=view.phase_of(process) or view.phase,
         rank=process.rank,
         evidence=[
@@ -150,6 +151,29 @@ def missing_rank(view: View) -> Verdict | None:
             *(f"{m.label}: {m.nccl or m.phase}" for m in view.evidence.log.ranks if m.label != process.label),
         ],
         next_steps=[f"look at {name_of(process)}'s stack (--deep); compare its environment with another rank's"],
+    )
+
+
+@signature(Step.COLLECTIVES)
+def other_node_silent(view: View) -> Verdict | None:
+    """A host of several connects to another for the set-up, and nobody answers there."""
+    if not view.complete or view.port_open or view.progress or view.within_patience or view.phase not in EARLY:
+        return None
+    waits = [(p, s) for p in view.members for s in p.sockets if s.state == "SYN_SENT" and not _is_remote_https(s)]
+    outside = [(p, s) for p, s in waits if not _is_loopback(_host(s.remote))]
+    if view.evidence.target.nodes < 2 or not outside:
+        return None
+    remote = sorted({s.remote for _, s in outside})
+    return Verdict(
+        "MISSING_RANK",
+        f"the ranks of this host wait for another host that does not answer at {', '.join(remote[:3])}",
+        DIRECT,
+        phase=view.phase,
+        evidence=[f"{name_of(p)} connects to {s.remote}, and no answer comes" for p, s in outside[:8]],
+        next_steps=[
+            "see whether the server runs on that host, and whether a firewall lets that port through",
+            "compare --dist-init-addr, --nnodes and --node-rank on all hosts",
+        ],
     )
 
 
@@ -174,7 +198,7 @@ def hub_blocked(view: View) -> Verdict | None:
     return Verdict(
         "HUB_BLOCKED",
         f"{name_of(first)} waits for a download that gets no bytes" + (f" ({', '.join(states)})" if states else ""),
-        HIGH if stacks or "SYN_SENT" in states else MEDIUM,
+        DIRECT if stacks or "SYN_SENT" in states else MEASURED,
         phase=view.phase,
         rank=first.rank,
         evidence=facts,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.signatures.host import FULL_BYTES
-from fleetdump.diagnosis.types import HIGH, LOW, STALL, WAIT, Verdict
+from fleetdump.diagnosis.signatures.host import full_disks
+from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, STALL, WAIT, Verdict
 from fleetdump.diagnosis.view import View
 
+FEW_PERIODS = 10
+THROTTLED = 0.5
+CROWDED = 4
 _DENIED = re.compile(r"ptrace|EPERM|[Pp]ermission denied|[Nn]ot permitted|yama", re.IGNORECASE)
 
 
@@ -21,7 +24,7 @@ def log_elsewhere(view: View) -> Verdict | None:
     return Verdict(
         "LOG_ELSEWHERE",
         f"the server writes to {launcher.stdout}, not to {view.evidence.log.path}",
-        HIGH,
+        DIRECT,
         WAIT,
         view.phase,
         evidence=[f"fd 1 of the launcher is {launcher.stdout}; the watched log is {view.evidence.log.path}"],
@@ -30,20 +33,75 @@ def log_elsewhere(view: View) -> Verdict | None:
 
 
 @signature(Step.NOTES)
+def model_fallback(view: View) -> Verdict | None:
+    """The model's own file failed to import, and SGLang went on with another implementation without saying so again."""
+    replaced = view.evidence.log.fallbacks
+    if not replaced:
+        return None
+    return Verdict(
+        "MODEL_FALLBACK",
+        f"SGLang runs a generic model in place of {replaced[0].partition(':')[0]}, whose own file did not import",
+        LOG_ONLY,
+        WAIT,
+        view.phase,
+        evidence=[f"log: {text}" for text in replaced[:3]],
+        next_steps=["fix the import named above (a patch that imports a missing module does this), then deploy again"],
+    )
+
+
+@signature(Step.NOTES)
+def disk_full_beside(view: View) -> Verdict | None:
+    """A healthy server whose disk is full: its log may say nothing new."""
+    full = full_disks(view)
+    if not full or not view.healthy:
+        return None
+    where = ", ".join(sorted({d.path for d in full}))
+    return Verdict(
+        "DISK_FULL",
+        f"no space left on {where}: the server answers, what it writes there is lost",
+        DIRECT,
+        WAIT,
+        view.phase,
+        evidence=[f"{d.path} ({d.use}): {d.free_bytes} bytes and {d.free_inodes} inodes free" for d in full],
+        next_steps=["free space there"],
+    )
+
+
+@signature(Step.NOTES)
 def disk_was_full(view: View) -> Verdict | None:
     """The log complains of a full disk, and the disks have space now: it may have been the cause, and may not."""
     line = view.trouble("disk_full")
-    full = any(d.total_bytes and (d.free_bytes < FULL_BYTES or d.free_inodes == 0) for d in view.evidence.disks)
-    if not line or full or view.healthy:
+    if not line or full_disks(view) or view.healthy:
         return None
     return Verdict(
         "DISK_FULL",
         "the log complains of a full disk, which has space again",
-        LOW,
+        LOG_ONLY,
         STALL if not view.evidence.launcher_alive else WAIT,
         view.phase,
         evidence=[f"log: {line}"],
         next_steps=["look at what filled the disk, then deploy again"],
+    )
+
+
+@signature(Step.NOTES)
+def starved_of_cpu(view: View) -> Verdict | None:
+    """Its control group is throttled most of the time, or many more tasks want a core than there are cores."""
+    group, cpus = view.evidence.cgroup, view.evidence.cpus
+    throttled = group.periods >= FEW_PERIODS and group.throttled >= THROTTLED * group.periods
+    crowded = cpus.cores > 0 and cpus.running >= CROWDED * cpus.cores
+    if not throttled and not crowded:
+        return None
+    facts = [f"its control group was throttled in {group.throttled} of {group.periods} periods"] if throttled else []
+    facts += [f"{cpus.running} tasks want to run on {cpus.cores} cores"] if crowded else []
+    return Verdict(
+        "CPU_STARVED",
+        "its threads wait for CPU time, so everything takes longer than it should",
+        MEASURED,
+        WAIT,
+        view.phase,
+        evidence=facts,
+        next_steps=["give the container more CPU, or set OMP_NUM_THREADS to cores divided by ranks"],
     )
 
 
@@ -57,7 +115,7 @@ def blind(view: View) -> Verdict | None:
     return Verdict(
         "DIAG_BLIND",
         "ptrace is refused here: no stack and no system calls, so the verdict rests on /proc alone",
-        HIGH,
+        DIRECT,
         WAIT,
         view.phase,
         evidence=[f"{p.name}: {p.detail}" for p in denied[:6]],

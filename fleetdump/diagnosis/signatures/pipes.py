@@ -6,8 +6,9 @@ import re
 
 from fleetdump.agent.evidence_types import ProcessFacts, Stack
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, MEDIUM, Verdict
-from fleetdump.diagnosis.view import View, name_of
+from fleetdump.diagnosis.types import DIRECT, MEASURED, Verdict
+from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import name_of
 
 _WRITES = frozenset({"1", "20"})
 """x86-64 system calls write and writev."""
@@ -26,7 +27,7 @@ def end_of_file_impossible(view: View) -> Verdict | None:
         return Verdict(
             "PIPE_EOF_IMPOSSIBLE",
             f"the {who} reads a pipe that only it could write to: neither data nor end of file can come",
-            HIGH,
+            DIRECT,
             phase=view.phase_of(process),
             rank=process.rank,
             evidence=[f"{who} waits on fd {p.fd}: pipe {p.inode} has no other writer than itself" for p in ends],
@@ -52,7 +53,7 @@ def output_pipe_full(view: View) -> Verdict | None:
     return Verdict(
         "STDOUT_PIPE_FULL",
         f"{name_of(first)} cannot write its log: the pipe's reader is stopped or does not read",
-        HIGH,
+        DIRECT,
         phase=view.phase_of(first),
         rank=first.rank,
         evidence=facts,
@@ -83,7 +84,7 @@ def ring_full(view: View) -> Verdict | None:
     return Verdict(
         "DEAD_READER_RING_FULL",
         f"the engine waits for room in a ring that {who} should read, and {who} is dead",
-        HIGH if writers else MEDIUM,
+        DIRECT if writers else MEASURED,
         phase=view.phase,
         rank=rank if len(view.missing_ranks) == 1 else None,
         evidence=[*facts, *([f"log: {line}"] if line else [])],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, WAIT, Verdict
-from fleetdump.diagnosis.view import LOAD_RATE, View, size
+from fleetdump.diagnosis.types import MEASURED, PATTERN, WAIT, Verdict
+from fleetdump.diagnosis.view import LOAD_RATE, View
+from fleetdump.diagnosis.words import size
 
 TRICKLE_FAULTS = 5.0
 """Major page faults a second that show a mapped file being read, however slowly."""
@@ -28,11 +29,12 @@ def loading(view: View) -> Verdict | None:
     facts += [f"the model lies on {', '.join(remote)}"] if remote else []
     if view.bar:
         facts.append(f"progress bar: {view.bar}")
-    bar = f", {view.bar}" if view.bar else ""
+    full = view.bar_is_full
+    bar = ", its bar is full and reading goes on" if full else f", {view.bar}" if view.bar else ""
     return Verdict(
         "LOADING_SLOW",
         f"the weights are loading at {size(view.read_rate)}/s from {source}{bar}",
-        HIGH,
+        MEASURED,
         WAIT,
         view.phase,
         evidence=facts,
@@ -66,7 +68,7 @@ def start_in_progress(view: View) -> Verdict | None:
         return Verdict(
             "BUSY_NOT_HUNG",
             f"the server is starting (phase {view.phase}) and moves",
-            MEDIUM,
+            MEASURED,
             WAIT,
             view.phase,
             evidence=view.progress,
@@ -77,7 +79,7 @@ def start_in_progress(view: View) -> Verdict | None:
     return Verdict(
         "BUSY_NOT_HUNG",
         f"the server is starting (phase {view.phase}); too early to call it hung",
-        LOW,
+        PATTERN,
         WAIT,
         view.phase,
         evidence=[

@@ -3,44 +3,84 @@
 from __future__ import annotations
 
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.signatures.collectives import ras_facts
-from fleetdump.diagnosis.signatures.compiling import compiles
-from fleetdump.diagnosis.suspect import collective_of, stack_facts, suspect
-from fleetdump.diagnosis.types import HIGH, LOW, MEDIUM, OK, WAIT, Verdict
+from fleetdump.diagnosis.signatures.collectives import diverged, ras_facts
+from fleetdump.diagnosis.signatures.compiling import compiles, compiling_stacks
+from fleetdump.diagnosis.suspect import Suspect, collective_of, stack_facts, suspect
+from fleetdump.diagnosis.types import DIRECT, MEASURED, OK, PATTERN, WAIT, Verdict
 from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import name_of
+
+FEW_CPU = 0.2
+BUSY_SWITCHES = 100.0
+"""Voluntary switches a second of a main thread: the receive loop has thousands, on a slow CPU hundreds."""
 
 
 @signature(Step.ANSWERING)
 def healthy(view: View) -> Verdict | None:
     """``/health`` generated a token."""
     health = view.answer("/health")
-    if not view.healthy or health is None or view.missing_ranks or view.engine_dead or view.grammar_stacks:
+    held = any(p.state in "Tt" for p in view.members)
+    if not view.healthy or health is None or view.gone or held or view.grammar_stacks:
         return None
-    log = view.evidence.log
     facts = [f"GET /health: 200 in {health.seconds:.1f} s", f"port {view.evidence.target.port} is open"]
     cpu = ", ".join(f"{p.label} {p.main.cpu:.0%}" for p in view.schedulers if p.main)
-    if log.forwards:
-        facts.append(f"{log.forwards} batches logged in {view.evidence.seconds:.0f} s")
-        return Verdict("HEALTHY", "the server is healthy and works", HIGH, OK, view.phase, evidence=facts)
-    facts.append(f"schedulers poll for requests ({cpu} of a core): their CPU use is no sign of a hang")
-    return Verdict("IDLE_OK", "the server is healthy and idle", HIGH, OK, view.phase, evidence=facts)
+    work = _work_facts(view)
+    if work:
+        facts += work
+        return Verdict("HEALTHY", "the server is healthy and works", DIRECT, OK, view.phase, evidence=facts)
+    facts.append(f"schedulers look for requests ({cpu} of a core): their CPU use is no sign of a hang")
+    return Verdict("IDLE_OK", "the server is healthy and idle", DIRECT, OK, view.phase, evidence=facts)
+
+
+def _work_facts(view: View) -> list[str]:
+    """What shows that a healthy server has something to do."""
+    log = view.evidence.log
+    facts = [f"{log.forwards} batches logged in {view.evidence.seconds:.0f} s"] if log.forwards else []
+    facts += [f"{s.label or s.role} compiles a kernel" for s in compiling_stacks(view)]
+    facts += [f"GPU {g.index} computes: {g.utilization} % at {g.power:.0f} W" for g in view.gpus_work]
+    busy = [p for p in view.schedulers if p.main and p.main.cpu > FEW_CPU and p.main.voluntary < BUSY_SWITCHES]
+    return facts + [f"{name_of(p)} works: {p.main.cpu:.0%} of a core, hardly ever asleep" for p in busy if p.main]
 
 
 @signature(Step.ANSWERING)
 def busy(view: View) -> Verdict | None:
     """``/health`` fails or is slow, but batches move."""
     health = view.answer("/health")
-    if not view.port_open or view.healthy or not view.forwards or view.missing_ranks:
+    working = view.progress if view.gpus_work and view.complete else []
+    if not view.port_open or view.healthy or view.gone or view.starved or not (view.forwards or working):
         return None
     answer = f"{health.status or health.error} in {health.seconds:.1f} s" if health else "not asked"
+    moved = [f"{view.evidence.log.forwards} batches logged between the samples"] if view.forwards else working
     return Verdict(
         "BUSY_NOT_HUNG",
         "the server is busy with long requests, not hung",
-        HIGH,
+        MEASURED,
         WAIT,
         view.phase,
-        evidence=[f"GET /health: {answer}", f"{view.evidence.log.forwards} batches logged between the samples"],
+        evidence=[f"GET /health: {answer}", *moved],
         next_steps=["wait, or raise the client's time limit"],
+    )
+
+
+@signature(Step.PROGRESS)
+def too_early(view: View) -> Verdict | None:
+    """The port is open and ``/health`` does not answer, but not for as long as a batch may take."""
+    quiet, allowed = view.silence
+    if not view.port_open or view.healthy or not view.complete or not view.silent_too_short or view.starting:
+        return None
+    if view.forwards or view.progress or compiles(view) or view.grammar_stacks or view.api_process:
+        return None
+    return Verdict(
+        "BUSY_NOT_HUNG",
+        f"the server does not answer, and {quiet:.0f} s of silence are too few to call it hung",
+        PATTERN,
+        WAIT,
+        view.phase,
+        evidence=[
+            *(f"GET {h.path}: {h.status or h.error} in {h.seconds:.1f} s" for h in view.evidence.http),
+            f"silent for {quiet:.0f} s of the {allowed:.0f} s that a batch may take",
+        ],
+        next_steps=[f"ask again in {max(10.0, allowed - quiet):.0f} s"],
     )
 
 
@@ -57,22 +97,30 @@ def request_stuck(view: View) -> Verdict | None:
     where = f": {who}{found.what}" if found.what else ", and no single rank stands out"
     facts = [f"GET {h.path}: {h.status or h.error} in {h.seconds:.1f} s" for h in evidence.http]
     stages = _stage_facts(view)
-    if found.diverged:
-        code = "COLLECTIVE_DIVERGED"
-    elif view.was_ready:
-        code = "RANK_SPIN" if view.spins else "UNKNOWN"
+    if view.was_ready and diverged(view):
+        return None  # has a verdict of its own
+    if view.was_ready:
+        code = _running_code(view, found)
     else:
         code = "WARMUP_STALL"
-    confidence = found.confidence if code != "UNKNOWN" else LOW
+    confidence = found.confidence if code != "UNKNOWN" else PATTERN
     return Verdict(
         code,
         f"{during} never ends{where}",
-        MEDIUM if code == "COLLECTIVE_DIVERGED" else confidence,
+        confidence,
         phase="serving" if view.was_ready else "warmup",
         rank=found.rank,
         evidence=[*facts, *_count_facts(view), *stages, *found.facts, *stack_facts(view)],
         next_steps=found.next_steps,
     )
+
+
+def _running_code(view: View, found: Suspect) -> str:
+    """A server that has served: one rank spins, or is not where all others wait for it, or nobody knows."""
+    others = [spin for spin in view.spins if spin.process.rank != found.rank]
+    if found.rank is not None and found.facts and len(view.schedulers) > 1 and len(others) == len(view.spins):
+        return "MISSING_RANK"
+    return "RANK_SPIN" if view.spins else "UNKNOWN"
 
 
 def _stage_facts(view: View) -> list[str]:

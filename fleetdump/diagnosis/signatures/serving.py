@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+from fleetdump.agent.evidence_types import ProcessFacts
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, MEDIUM, WAIT, Verdict
-from fleetdump.diagnosis.view import FEW_SWITCHES, SPIN_CPU, View, name_of
+from fleetdump.diagnosis.types import DIRECT, MEASURED, WAIT, Verdict
+from fleetdump.diagnosis.view import FEW_SWITCHES, SPIN_CPU, View
+from fleetdump.diagnosis.words import name_of
+
+_IN_POLL = re.compile(r"(?<!e)poll_schedule_timeout|\bdo_(?:sys_)?poll")
 
 
 @signature(Step.ANSWERING)
@@ -19,11 +25,11 @@ def grammar(view: View) -> Verdict | None:
     facts = [f"{who} is in {frame}"]
     facts += [f"{who}: {process.cpu:.0%} of a core"] if process else []
     facts += [f"GET /health: {health.status or health.error} (the HTTP server itself is well)"] if health else []
-    facts += [f"GPUs: {', '.join(f'{g.utilization} %' for g in view.evidence.gpus)}"] if view.evidence.gpus else []
+    facts += [f"GPUs: {', '.join(f'{g.utilization} %' for g in view.gpus)}"] if view.gpus else []
     return Verdict(
         "GRAMMAR_COMPILE",
         "a grammar for structured output is being compiled; it can take minutes to hours for a deep schema",
-        HIGH if process and process.cpu > 0.5 else MEDIUM,
+        DIRECT if process and process.cpu > 0.5 else MEASURED,
         WAIT,
         view.phase,
         rank=process.rank if process else None,
@@ -39,7 +45,7 @@ def api_loop(view: View) -> Verdict | None:
     busy = view.api_process
     if not view.port_open or view.healthy or busy is None or launcher is None or not view.complete:
         return None
-    idle = [p for p in view.schedulers if _polls(p.main.voluntary if p.main else 0.0, p.main.cpu if p.main else 0.0)]
+    idle = [p for p in view.schedulers if _is_free(p)]
     if len(idle) < len(view.schedulers) or view.forwards or not view.schedulers:
         return None
     assert busy.main is not None
@@ -54,7 +60,7 @@ def api_loop(view: View) -> Verdict | None:
     return Verdict(
         "API_LOOP_BLOCKED",
         "the HTTP server's event loop is stuck in its own code; the schedulers are free and get nothing",
-        HIGH if stack else MEDIUM,
+        DIRECT if stack else MEASURED,
         phase=view.phase,
         evidence=[*facts, *([f"log: {line}"] if line else [])],
         next_steps=[
@@ -63,5 +69,10 @@ def api_loop(view: View) -> Verdict | None:
     )
 
 
-def _polls(voluntary: float, cpu: float) -> bool:
-    return voluntary >= FEW_SWITCHES and cpu < SPIN_CPU
+def _is_free(process: ProcessFacts) -> bool:
+    """A scheduler that looks for requests: again and again, or asleep in poll until one comes (--sleep-on-idle). A
+    collective sleeps in a futex."""
+    main = process.main
+    if main is None or main.cpu >= SPIN_CPU:
+        return False
+    return main.voluntary >= FEW_SWITCHES or bool(_IN_POLL.search(main.wchan))

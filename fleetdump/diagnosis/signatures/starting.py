@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fleetdump.diagnosis.registry import Step, signature
+from fleetdump.diagnosis.signatures.compiling import compiles
 from fleetdump.diagnosis.suspect import stack_facts, suspect
 from fleetdump.diagnosis.types import Verdict
 from fleetdump.diagnosis.view import AFTER, View
@@ -12,7 +13,7 @@ from fleetdump.diagnosis.view import AFTER, View
 def parent_waits_ready(view: View) -> Verdict | None:
     """Port closed, everybody alive, nothing moves: some rank owes its ready message."""
     evidence = view.evidence
-    if not view.complete or view.port_open or view.progress or view.compilers or view.within_patience:
+    if not view.complete or view.port_open or view.progress or compiles(view) or view.within_patience:
         return None
     found = suspect(view)
     process = next((p for p in view.schedulers if p.rank == found.rank), None)
@@ -75,8 +76,8 @@ def log_comparison(view: View, phase: str) -> str:
     """Log lines against what healthy starts had."""
     log, watch = view.evidence.log, view.evidence.watch
     healthy = watch.healthy if watch else None
-    text = f"the log has {log.lines} lines"
-    if healthy:
+    text = f"the log has {log.lines} lines" + (" beside what was too much to read" if log.skipped else "")
+    if healthy and not log.skipped:
         text += f", healthy starts had {healthy.lines_span}"
     text += f"; stopped {AFTER[phase]}"
     if healthy and phase in healthy.phase_seconds:

@@ -7,11 +7,21 @@ from datetime import datetime, timezone
 
 from fleetdump.agent.evidence_types import ProcessFacts
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import HIGH, MEDIUM, OK, Verdict
-from fleetdump.diagnosis.view import View, name_of
+from fleetdump.diagnosis.types import DIRECT, MEASURED, OK, Verdict
+from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import is_are, listed, name_of
 
 _DRIVER = re.compile(r"nvidia|uvm_|nv_|rm_ioctl")
-_REMOTE = re.compile(r"\bnfs|rpc_wait|fuse_|request_wait_answer|lustre|ptlrpc|ceph|gpfs|cifs|9p_|p9_")
+_REMOTE = re.compile(
+    r"\bnfs|rpc_wait|fuse_|request_wait_answer|lustre|ptlrpc|\bll_|\bcl_(?:sync_)?io|\bosc_|\bceph|gpfs|\bmmfs|\bcifs|\bsmb|"
+    r"9p_|p9_|\bafs_|beegfs|fhgfs|orangefs|\bwekafs|\bocfs2|\bgfs2"
+)
+_REMOTE_TYPE = re.compile(r"nfs|lustre|fuse|ceph|gpfs|cifs|smb|9p|virtiofs|beegfs|wekafs|afs")
+
+
+_REMOTE_TROUBLE = re.compile(
+    r"not responding|LustreError|ceph.*(?:hung|timeout|lost)|CIFS.*(?:timed? ?out|not respond)"
+)
 
 
 @signature(Step.ENDED)
@@ -25,7 +35,7 @@ def not_running(view: View) -> Verdict | None:
     return Verdict(
         "NOT_RUNNING",
         f"stopped by fleetdump stop at {at}",
-        HIGH,
+        DIRECT,
         OK,
         evidence=["the server's record says so, and no process of it lives"],
         next_steps=["fleetdump deploy starts it again"],
@@ -39,11 +49,11 @@ def stopped_process(view: View) -> Verdict | None:
     if not stopped:
         return None
     first = stopped[0]
-    names = ", ".join(name_of(p) for p in stopped)
+    names = listed(name_of(p) for p in stopped)
     return Verdict(
         "STOPPED_PROCESS",
-        f"{names} is stopped (state T): it runs on when it gets SIGCONT",
-        HIGH,
+        f"{names} {is_are(stopped)} stopped (state T) and {'go' if len(stopped) > 1 else 'goes'} on after a SIGCONT",
+        DIRECT,
         phase=view.phase_of(first),
         rank=first.rank,
         evidence=[f"{name_of(p)}: pid {p.pid}, state {p.state}" for p in stopped],
@@ -64,8 +74,8 @@ def tracer_attached(view: View) -> Verdict | None:
     held = [p for p in traced if p.state == "t"]
     return Verdict(
         "TRACER_ATTACHED",
-        f"{', '.join(name_of(p) for p in traced)} is traced by process {first.tracer_pid}",
-        HIGH if held else MEDIUM,
+        f"{listed(name_of(p) for p in traced)} {is_are(traced)} traced by process {first.tracer_pid or '?'}",
+        DIRECT if held else MEASURED,
         phase=view.phase_of(first),
         rank=first.rank,
         evidence=[f"{name_of(p)}: pid {p.pid}, state {p.state}, TracerPid {p.tracer_pid}" for p in traced],
@@ -92,7 +102,7 @@ def driver_sleep(view: View) -> Verdict | None:
     return Verdict(
         "DRIVER_D_STATE",
         f"{who} sleeps inside the GPU driver and cannot be killed",
-        HIGH if held else MEDIUM,
+        DIRECT if held else MEASURED,
         phase=view.phase_of(shown[0]) if shown else view.phase,
         rank=shown[0].rank if shown else None,
         evidence=[*facts, *hung[-3:]],
@@ -103,18 +113,27 @@ def driver_sleep(view: View) -> Verdict | None:
 @signature(Step.HOST)
 def remote_file_system(view: View) -> Verdict | None:
     """A network file system does not answer: whoever touches it sleeps for ever."""
-    held = [p for p in view.members if _asleep(p) and any(_REMOTE.search(frame) for frame in _where(p))]
-    lines = [line for line in view.kernel_since_start if "not responding" in line]
-    if not held or view.progress:
+    asleep = [p for p in view.members if _asleep(p)]
+    held = [p for p in asleep if any(_REMOTE.search(frame) for frame in _where(p))]
+    lines = [line for line in view.kernel_since_start if _REMOTE_TROUBLE.search(line)]
+    mounts = [d for d in view.evidence.disks if _REMOTE_TYPE.search(d.fstype)]
+    # Below a network file system a page is waited for in the same function as below a local one.
+    likely = [p for p in asleep if any("folio" in f or "page" in f for f in _where(p))] if mounts or lines else []
+    shown = held or likely
+    if not shown or view.progress:
         return None
-    first = held[0]
+    first = shown[0]
     return Verdict(
         "REMOTE_FS_HANG",
         f"{name_of(first)} waits for a network file system that does not answer",
-        HIGH,
+        DIRECT if held else MEASURED,
         phase=view.phase_of(first),
         rank=first.rank,
-        evidence=[f"{name_of(p)}: state D in both samples, in {' < '.join(_where(p)[:4])}" for p in held] + lines[-2:],
+        evidence=[
+            *(f"{name_of(p)}: state D in both samples, in {' < '.join(_where(p)[:4])}" for p in shown),
+            *(f"{d.path} ({d.use}) is {d.fstype}" for d in mounts),
+            *lines[-2:],
+        ],
         next_steps=["look at the file server and the mount; do not run df or ls there, they would hang too"],
     )
 

@@ -12,6 +12,7 @@ from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.probes.logtroubles import TROUBLES
 from fleetdump.agent.protocol import from_json
 from fleetdump.diagnosis import diagnose
+from fleetdump.diagnosis.codes import CODES
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "evidence.md"
 
@@ -36,6 +37,18 @@ def test_every_field_is_named() -> None:
     fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert len(kinds) > 20
     assert fields <= named, fields - named
+
+
+def test_every_code_is_listed_with_its_meaning() -> None:
+    text = DOCUMENT.read_text()
+    rows = dict(re.findall(r"^\| ([A-Z][A-Z0-9_]+) \| (.*) \|$", text, re.M))
+    assert rows == {name: code.meaning for name, code in CODES.items()}
+
+
+def test_a_bundle_of_the_required_fields_alone_is_one() -> None:
+    """What the document marks with an exclamation mark is all that must be there."""
+    evidence = from_json(Evidence, {"target": {"pid": 1}, "taken_at": 1.0, "seconds": 5.0})
+    assert [v.code for v in diagnose(evidence)] == ["UNKNOWN"]
 
 
 def test_every_trouble_is_named() -> None:

@@ -16,7 +16,7 @@ from fleetdump.agent.evidence_types import (
     SyscallCount,
 )
 from fleetdump.agent.protocol import from_json, to_json
-from fleetdump.diagnosis import HIGH, LOW, MEDIUM, OK, STALL, WAIT, diagnose
+from fleetdump.diagnosis import DIRECT, LOG_ONLY, MEASURED, OK, PATTERN, STALL, WAIT, diagnose
 
 SPIN_FRAMES = [
     "ModelRunner.alloc_memory_pool (model_runner.py:893)",
@@ -54,7 +54,7 @@ def test_healthy_starts_that_all_had_the_same_lines_are_one_number() -> None:
 def test_launcher_waits_for_the_spinning_rank() -> None:
     best = diagnose(kimi())[0]
     assert (best.code, best.rank, best.phase, best.confidence, best.severity) == (
-        "PARENT_WAITS_READY", 7, "kv_pool", HIGH, STALL,
+        "PARENT_WAITS_READY", 7, "kv_pool", DIRECT, STALL,
     )  # fmt: skip
     assert "model_runner.py:893" in best.title
     text = "\n".join(best.evidence)
@@ -67,7 +67,7 @@ def test_launcher_waits_for_the_spinning_rank() -> None:
 
 def test_ptrace_denied_keeps_the_verdict_and_lowers_the_confidence() -> None:
     best = diagnose(without_ptrace(kimi()))[0]
-    assert (best.code, best.rank, best.phase, best.confidence) == ("PARENT_WAITS_READY", 7, "kv_pool", MEDIUM)
+    assert (best.code, best.rank, best.phase, best.confidence) == ("PARENT_WAITS_READY", 7, "kv_pool", MEASURED)
     assert any("yama 1" in fact for fact in best.evidence)
 
 
@@ -90,7 +90,7 @@ def test_late_rank_found_by_its_marks_when_all_sleep() -> None:
     e.log.ranks[2].marks.pop()
     e.log.ranks[2].phase = "weights"
     best = diagnose(e)[0]
-    assert (best.code, best.rank, best.phase, best.confidence) == ("PARENT_WAITS_READY", 2, "weights", LOW)
+    assert (best.code, best.rank, best.phase, best.confidence) == ("PARENT_WAITS_READY", 2, "weights", LOG_ONLY)
 
 
 def test_nobody_stands_out_names_no_rank() -> None:
@@ -186,7 +186,7 @@ def test_zombie_rank() -> None:
     dead = b.rank(e, 5)
     dead.state, dead.role, dead.rank, dead.label = "Z", "other", None, ""
     best = diagnose(e)[0]
-    assert (best.code, best.rank, best.confidence) == ("PARENT_WAITS_DEAD_RANK", 5, HIGH)
+    assert (best.code, best.rank, best.confidence) == ("PARENT_WAITS_DEAD_RANK", 5, DIRECT)
 
 
 def test_bytes_that_arrive_mean_loading() -> None:
@@ -243,7 +243,7 @@ def test_silence_within_the_patience_is_no_stall() -> None:
     assert e.watch is not None
     e.watch.idle_seconds = 20.0
     best = diagnose(e)[0]
-    assert (best.code, best.severity, best.confidence) == ("BUSY_NOT_HUNG", WAIT, LOW)
+    assert (best.code, best.severity, best.confidence) == ("BUSY_NOT_HUNG", WAIT, PATTERN)
 
 
 def test_dead_rank_behind_an_open_port() -> None:
@@ -259,7 +259,7 @@ def test_several_dead_ranks_name_none() -> None:
     b.lose(e, 2)
     best = diagnose(e)[0]
     assert (best.code, best.rank) == ("PARENT_WAITS_DEAD_RANK", None)
-    assert "ranks 1, 2, which are dead" in best.title
+    assert "ranks 1, 2 are dead; the launcher waits for them" in best.title
 
 
 def test_launcher_s_own_word_names_the_rank_that_died_first() -> None:
@@ -337,7 +337,7 @@ def proxy_case(no_proxy: str) -> Evidence:
 def test_proxy_in_front_of_the_warmup() -> None:
     e = proxy_case("localhost")
     best = diagnose(e)[0]
-    assert (best.code, best.phase, best.confidence) == ("PROXY_WARMUP", "warmup", HIGH)
+    assert (best.code, best.phase, best.confidence) == ("PROXY_WARMUP", "warmup", DIRECT)
 
 
 def test_proxy_with_the_host_excluded_is_no_cause() -> None:
@@ -384,7 +384,7 @@ def test_nothing_known_is_said_honestly() -> None:
     e.log.ranks = []
     e.processes = [b.process(b.LAUNCHER, "launcher", ppid=1)]
     best = diagnose(e)[0]
-    assert (best.code, best.confidence) == ("UNKNOWN", LOW)
+    assert (best.code, best.confidence) == ("UNKNOWN", PATTERN)
 
 
 def test_processes_that_could_not_be_read_are_not_called_dead() -> None:

@@ -97,7 +97,18 @@ def test_launcher_whose_log_nobody_reads(start: Start) -> None:
 def test_rank_that_waits_for_a_file_lock(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "build.lock"
     hold = f"import fcntl, time; f = open({str(path)!r}, 'w'); fcntl.flock(f, 2); time.sleep(1e6)"
-    wait = f"import fcntl, time; time.sleep(0.3); f = open({str(path)!r}, 'w'); fcntl.flock(f, 2)"
+    # Only once the other one has it: till then every try succeeds and is given back.
+    wait = f"""
+import fcntl, time
+f = open({str(path)!r}, "w")
+try:
+    while True:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(f, fcntl.LOCK_UN)
+        time.sleep(0.02)
+except BlockingIOError:
+    fcntl.flock(f, fcntl.LOCK_EX)
+"""
     evidence = start(SLEEP, hold, wait, wchan="nanosleep")
     best = diagnose(evidence)[0]
     assert (best.code, best.rank) == ("LOCK_WAIT", 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fleetdump.agent import procfs
-from fleetdump.agent.evidence_types import GpuFacts, GpuProcess, LogFacts, PipeEnd, ProcessFacts
+from fleetdump.agent.evidence_types import GpuFacts, GpuProcess, LogFacts, ProcessFacts
 from fleetdump.agent.probes import flight, gpu, host, process, ras, reach, stacks
 from fleetdump.agent.probes.bounded import Output, ProbeFailed
 from fleetdump.agent.probes.logfile import LogReader
@@ -127,7 +127,7 @@ def smi(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> None:
 def test_gpus_with_their_processes_and_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
     apps = f"GPU-a, {os.getpid()}, 45000\nGPU-b, 999999999, 300\n"
     smi(monkeypatch, {"--query-gpu": OVERVIEW, "--query-compute-apps": apps, " -q": QUERY, "topo": TOPOLOGY})
-    first, second = gpu.inspect([os.getpid()])
+    first, second = gpu.inspect([os.getpid()], 0.0)
     assert (first.name, first.memory_total, first.fabric, second.fabric) == (
         "NVIDIA H200",
         143771,
@@ -141,7 +141,7 @@ def test_gpus_with_their_processes_and_fabric(monkeypatch: pytest.MonkeyPatch) -
 
 def test_gpus_stand_when_only_the_overview_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     smi(monkeypatch, {"--query-gpu": OVERVIEW})
-    assert [(g.index, g.processes_known, g.fabric) for g in gpu.inspect([])] == [(0, False, ""), (1, False, "")]
+    assert [(g.index, g.processes_known, g.fabric) for g in gpu.inspect([], 0.0)] == [(0, False, ""), (1, False, "")]
     assert len(gpu.gpus()) == 2
     with pytest.raises(ProbeFailed):
         gpu.links()
@@ -255,7 +255,7 @@ def looked_at(pid: int) -> ProcessFacts:
     for sample in first.processes.values():
         sample.role = "launcher"
     second = process.Snapshot(1.0, first.processes, {p: process.read_threads(p) for p in first.processes})
-    return next(p for p in process.compare(first, second, "") if p.pid == pid)
+    return next(p for p in process.compare(first, second, "").processes if p.pid == pid)
 
 
 def python(code: str, **options: object) -> subprocess.Popen[bytes]:
@@ -293,7 +293,8 @@ def test_writer_whose_reader_is_stopped() -> None:
             time.sleep(0.01)
         facts = looked_at(writer.pid)
         assert facts.syscall_fd == 1
-        assert facts.pipes == [PipeEnd(1, facts.pipes[0].inode, "w", [reader.pid], peer_states="T")]
+        assert [(p.fd, p.mode, p.peers, p.peer_states) for p in facts.pipes] == [(1, "w", [reader.pid], "T")]
+        assert facts.pipes[0].peer_names == [Path(f"/proc/{reader.pid}/comm").read_text().strip()]
     finally:
         for one in (writer, reader):
             one.kill()
@@ -384,7 +385,7 @@ def test_lock_files_of_hubs_and_of_caches_elsewhere(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True)
         path.touch()
     found = host.lock_files(
-        str(tmp_path), [], {"HF_HOME": str(tmp_path / "hf"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+        str(tmp_path), {"HF_HOME": str(tmp_path / "hf"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
     )
     assert {(f.use, f.path) for f in found} == {("hub", str(hub)), ("compile", str(cache))}
     assert all(f.fstype for f in found)

@@ -1,0 +1,110 @@
+"""What the server says of itself, its log and its port: phase, health, silence."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cached_property
+
+from fleetdump.agent.evidence_types import Evidence, HttpProbe
+from fleetdump.agent.protocol import PHASES
+
+SILENCE_OF = {"init": 120.0, "serving": 60.0}
+"""Where more is usual: a communicator of 8 GPUs was seen to take 62 s, and a batch of long prompts takes a minute."""
+STARVED_LINES = 2
+USUAL_LINE = 100
+"""Bytes of a log line, where the repeated one is not known."""
+SILENCE = 30.0
+"""Seconds of silence below which nobody says "hung" when no patience is given."""
+_BAR = re.compile(r"(?P<done>\d+)/(?P<total>\d+) \[(?P<spent>[\d:?]+)<(?P<left>[\d:?]+)")
+
+
+class Answers:
+    """An index over one ``Evidence``; nothing here changes it."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+
+    @property
+    def phase(self) -> str:
+        """The phase of the server as a whole."""
+        if self.healthy:
+            return "serving"
+        return self.evidence.log.phase or PHASES[0]
+
+    @property
+    def port_open(self) -> bool:
+        """The server listens. An owner that this user may not see is taken for it once its log says that it listens."""
+        port, log = self.evidence.port, self.evidence.log
+        hidden = not port.owner_pid and self.evidence.launcher_alive and "port_in_use" not in log.troubles
+        told = log.ready or not log.exists or log.phase in ("http", "warmup", "serving")
+        return port.open and (port.ours or port.owner_pid == self.evidence.target.pid or (hidden and told))
+
+    def answer(self, prefix: str) -> HttpProbe | None:
+        """The probe of ``/health`` or ``/model_info``."""
+        return next((h for h in self.evidence.http if h.path.endswith(prefix)), None)
+
+    @property
+    def was_ready(self) -> bool:
+        """It has served: its log says so or counts tokens; without a log an open port is taken for that."""
+        log = self.evidence.log
+        served = not log.exists or bool(log.forwards or log.zero_statistics)
+        return log.ready or (self.port_open and served)
+
+    @property
+    def healthy(self) -> bool:
+        health = self.answer("/health")
+        return self.port_open and health is not None and health.status == 200 and not self.starved
+
+    @property
+    def starved(self) -> bool:
+        """The engine's own statistics say that requests are there and no token comes, whatever ``/health`` says."""
+        return self.evidence.log.zero_statistics >= STARVED_LINES
+
+    @property
+    def forwards(self) -> int:
+        """Batches logged between the samples that computed something."""
+        return 0 if self.starved else self.evidence.log.forwards
+
+    def trouble(self, name: str) -> str:
+        """The first log line of a known trouble; empty when there is none."""
+        return self.evidence.log.troubles.get(name, "")
+
+    @cached_property
+    def silence(self) -> tuple[float, float]:
+        """Seconds without progress as far as anybody knows, and the seconds that are allowed."""
+        watch, log = self.evidence.watch, self.evidence.log
+        if watch and watch.patience:
+            return watch.idle_seconds, watch.patience
+        # A log that did not grow between the samples is at least that old: less means that nobody looked.
+        known = log.exists and (log.growth or log.quiet_seconds >= self.evidence.seconds)
+        quiet = log.quiet_seconds if known else self.evidence.uptime or math.inf
+        if log.news_seconds:
+            quiet = max(quiet, log.news_seconds)
+        elif log.growth and log.repeated and not log.news:
+            lines = max(1.0, log.growth / max(len(log.repeated_line), USUAL_LINE))
+            quiet = max(quiet, min(self.evidence.uptime, log.repeated * self.evidence.seconds / lines))
+        usual = SILENCE_OF.get(self.phase, SILENCE)
+        given = getattr(watch.patiences, self.phase) if watch and watch.patiences else usual
+        return quiet, given
+
+    @property
+    def within_patience(self) -> bool:
+        quiet, allowed = self.silence
+        return quiet < allowed
+
+    @cached_property
+    def bar(self) -> str:
+        """The last progress bar, for instance "3/14, 00:40 left"; empty when there is none."""
+        for line in reversed(self.evidence.log.tail):
+            matches = list(_BAR.finditer(line))
+            if matches:
+                last = matches[-1]
+                left = "" if "?" in last["left"] else f", {last['left']} left by its own estimate"
+                return f"{last['done']} of {last['total']}{left}"
+        return ""
+
+    @property
+    def bar_is_full(self) -> bool:
+        done, _, total = self.bar.partition(",")[0].partition(" of ")
+        return bool(total) and done == total

@@ -1,0 +1,156 @@
+"""Which of the server's processes live, and which are missing."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+
+from fleetdump.agent.evidence_types import ProcessFacts, RankMarks
+from fleetdump.agent.protocol import PHASES
+from fleetdump.diagnosis.answers import Answers
+
+ENGINE_NAMES = ("sglang::sched", "VLLM::Worker", "VLLM::Engine")
+"""What the names of ranks begin with, in the 15 characters that the kernel keeps of a dead one's."""
+HELPER_NAMES = ("sglang::detoken",)
+FIRST_RANK_MARKS = frozenset({"scheduler ready"})
+"""Marks that only rank 0 logs."""
+_TP = re.compile(r"TP(\d+)")
+_RANK_DIED = re.compile(r"Rank (\d+) scheduler")
+_PEER_LOST = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe")
+
+
+class Members(Answers):
+    """Adds who belongs to the server, who is gone, and where each rank is in its log."""
+
+    @cached_property
+    def launcher(self) -> ProcessFacts | None:
+        """The living launcher."""
+        if not self.evidence.launcher_alive:
+            return None
+        return next((p for p in self.evidence.processes if p.pid == self.evidence.target.pid), None)
+
+    @cached_property
+    def schedulers(self) -> list[ProcessFacts]:
+        """Living schedulers (of vLLM: workers, or the engine core when it has no other rank), by rank."""
+        roles = ("scheduler", "engine") if self.evidence.target.ranks == 1 else ("scheduler",)
+        alive = [p for p in self.evidence.processes if p.role in roles and p.state not in "ZX"]
+        return sorted(alive, key=lambda p: (p.rank or 0, p.label))
+
+    @cached_property
+    def members(self) -> list[ProcessFacts]:
+        """Launcher, schedulers and detokenizer: what must live for the server to work."""
+        wanted = ("launcher", "scheduler", "engine", "detokenizer", "data_parallel_controller")
+        return [p for p in self.evidence.processes if p.role in wanted and p.state not in "ZX"]
+
+    @cached_property
+    def spawning(self) -> bool:
+        """Ranks have not been started, or have not yet named themselves. They are started in their order: one that is
+        still missing below another after the phase's patience will not come."""
+        unnamed = not self.evidence.log.ranks and not self.evidence.log.crash and not self.port_open
+        present = {p.rank for p in self.schedulers if p.rank is not None}
+        gap = any(rank not in present for rank in self.local_ranks if rank < max(present, default=0))
+        return unnamed and (self.within_patience or not gap)
+
+    @property
+    def engine_dead(self) -> bool:
+        """vLLM's engine core, which feeds the workers, is gone."""
+        launcher = self.launcher
+        served = launcher is not None and "vllm" in launcher.cmdline.lower() and (self.port_open or self.was_ready)
+        return served and not any(p.role == "engine" and p.state not in "ZX" for p in self.evidence.processes)
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks that belong on this host."""
+        target = self.evidence.target
+        each = max(1, target.ranks // max(1, target.nodes))
+        return range(target.node_rank * each, (target.node_rank + 1) * each)
+
+    @cached_property
+    def missing_ranks(self) -> list[int]:
+        """Ranks that were there (or must have been) and are gone."""
+        unseen = self.evidence.launcher_alive and not self.evidence.processes
+        if unseen or (self.spawning and not self.zombies):
+            return []
+        present = {p.rank or 0 for p in self.schedulers}
+        gone = [rank for rank in self.local_ranks if rank not in present]
+        return gone or self._lost_replicas
+
+    @property
+    def _lost_replicas(self) -> list[int]:
+        """Ranks of which one replica (data-parallel, pipeline) is gone while another lives."""
+        alive = {p.label for p in self.schedulers if p.label}
+        if len(self.zombies) != 1 or not alive or self.evidence.target.nodes > 1:
+            return []
+        return [m.rank for m in self.evidence.log.ranks if m.label not in alive][:1]
+
+    @cached_property
+    def zombies(self) -> list[ProcessFacts]:
+        """Schedulers that died and were not reaped (the kernel keeps only 15 characters of their name)."""
+        dead = [p for p in self.evidence.processes if p.state in "ZX"]
+        return [p for p in dead if p.name.startswith(ENGINE_NAMES) or p.role in ("scheduler", "engine")]
+
+    @cached_property
+    def dead_helpers(self) -> list[ProcessFacts]:
+        """Processes without which no answer leaves the server, dead and not reaped: SGLang's detokenizer."""
+        dead = [p for p in self.evidence.processes if p.state in "ZX"]
+        return [p for p in dead if p.name.startswith(HELPER_NAMES) or p.role == "detokenizer"]
+
+    @property
+    def gone(self) -> bool:
+        """A process that the server needs has ended while its launcher lives."""
+        return bool(self.missing_ranks or self.engine_dead or self.zombies or self.dead_helpers)
+
+    @property
+    def complete(self) -> bool:
+        """Launcher and every rank live, none is stopped, none has raised."""
+        return (
+            bool(self.evidence.launcher_alive and self.schedulers)
+            and not self.gone
+            and not self.evidence.log.crash
+            and not any(p.state in "Tt" for p in self.members)
+        )
+
+    def marks_of(self, process: ProcessFacts) -> RankMarks | None:
+        """Log marks of a scheduler."""
+        return next((m for m in self.evidence.log.ranks if m.label == process.label), None)
+
+    def phase_of(self, process: ProcessFacts | None) -> str:
+        """The phase that a rank has entered; without one, or once HTTP is up, that of the server."""
+        marks = self.marks_of(process) if process else None
+        server = self.evidence.log.phase
+        if marks is None or server in ("warmup", "serving"):
+            return server or PHASES[0]
+        return marks.phase
+
+    @cached_property
+    def behind(self) -> list[ProcessFacts]:
+        """Ranks that logged fewer marks than others, of those that every rank logs; empty when all are level."""
+        counts = {p.label: len(set(m.marks) - FIRST_RANK_MARKS) for p in self.schedulers if (m := self.marks_of(p))}
+        low = [p for p in self.schedulers if counts.get(p.label, 0) == min(counts.values(), default=0)]
+        return low if len(low) < len(self.schedulers) else []
+
+    @cached_property
+    def late_ranks(self) -> list[ProcessFacts]:
+        """Ranks without NCCL's lines where others have them; else ranks with fewer marks."""
+        silent = [p for p in self.schedulers if not ((m := self.marks_of(p)) and m.nccl)]
+        return silent if 0 < len(silent) < len(self.schedulers) else self.behind
+
+    @property
+    def crash_rank(self) -> int | None:
+        """The rank that is to blame for the first exception. One that only lost its peer is not."""
+        named = _RANK_DIED.search(self.evidence.log.troubles.get("rank_died", ""))
+        if named:
+            return int(named[1])
+        match = _TP.search(self.evidence.log.crash_label)
+        if not match:
+            return None
+        rank = int(match[1])
+        if not self.crash_is_of_a_peer:
+            return rank
+        others = [other for other in range(self.evidence.target.ranks) if other != rank]
+        return others[0] if len(others) == 1 else None
+
+    @property
+    def crash_is_of_a_peer(self) -> bool:
+        """The first exception says that another rank's connection ended."""
+        return bool(_PEER_LOST.search(self.evidence.log.crash))
