@@ -32,7 +32,7 @@ FINAL = "pre_norm"
 
 @dataclass
 class Ready:
-    """A sample whose rows are all durable, by which attempt, in which pieces (in order)."""
+    """A sample whose rows are all durable, by which attempt, in which pieces (by pipeline stage, then position)."""
 
     sample: Sample
     rid: Rid
@@ -202,7 +202,8 @@ def settings_sha256(settings: Dict[str, Any]) -> str:
 
 
 def _manifest_piece(piece: PieceRecord) -> ManifestPiece:
-    return ManifestPiece(piece.shard, piece.name, piece.start, piece.rows, piece.offset, piece.bytes, piece.crc32)
+    place = (piece.offset, piece.bytes, piece.crc32)
+    return ManifestPiece(piece.shard, piece.name, piece.start, piece.rows, *place, piece.slots)
 
 
 def _norm_of(piece: PieceRecord) -> str:

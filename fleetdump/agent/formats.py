@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Type, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, Union
 from urllib.parse import quote, unquote
 
 FORMAT_VERSION = 1
@@ -22,6 +22,10 @@ PART_SUFFIX = ".part"
 """A shard's name while it is open."""
 SELFCHECK_PREFIX = "selfcheck-"
 """Runs of the self-check begin so: they hold nothing that anybody collects, and no user's run may be called so."""
+
+
+RANKS_FOLDER = "ranks"
+"""In a self-check's run, for what the ranks write that write nothing otherwise: a second copy of the same rows."""
 
 
 class FormatError(ValueError):
@@ -77,10 +81,6 @@ class Writer:
     def journal(self) -> str:
         return f"journal-{self}.jsonl"
 
-    @property
-    def status(self) -> str:
-        return f"status-{self}.json"
-
     def shard(self, number: int) -> str:
         """Name of this writer's shard ``number`` (from 0) when closed."""
         return f"{self.prefix}-{self}-{number}.safetensors"
@@ -96,7 +96,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class FileName:
-    """A file of a run's capture directory, taken apart. ``kind``: shard, tokens, norm, journal, status."""
+    """A file of a run's capture directory, taken apart. ``kind``: shard, tokens, norm, journal."""
 
     kind: str
     writer: Optional[Writer] = None
@@ -116,7 +116,7 @@ class FileName:
             return cls(match.group(1), writer, int(match.group(3)), part)
         if part:
             return None
-        match = re.match(r"(journal)-(.+)\.jsonl\Z", name) or re.match(r"(status)-(.+)\.json\Z", name)
+        match = re.match(r"(journal)-(.+)\.jsonl\Z", name)
         if match:
             writer = Writer.parse(match.group(2))
             return cls(match.group(1), writer) if writer else None
@@ -136,7 +136,8 @@ def norm_name(server: str, launch_id: str) -> str:
 # --------------------------------------------------------------------------- journal
 @dataclass
 class PieceRecord:
-    """Journal line ``piece``; see docs/formats.md."""
+    """Journal line ``piece``; see docs/formats.md. ``slots``: which of a sample's slots the tensor holds, ascending;
+    none for a driver's ids and masks."""
 
     name: str
     rid: str
@@ -150,6 +151,7 @@ class PieceRecord:
     bytes: int
     crc32: int
     t: float
+    slots: List[int] = field(default_factory=list)
     kind: str = "piece"
     v: int = FORMAT_VERSION
 
@@ -189,7 +191,8 @@ JOURNAL_KINDS: Dict[str, Type[Any]] = {
 # --------------------------------------------------------------------------- manifest
 @dataclass
 class ManifestPiece:
-    """A piece of a sample, as the manifest names it. Offsets count from the shard's data section."""
+    """A piece of a sample, as the manifest names it: a tensor ``[rows, len(slots), hidden]``. Offsets count from the
+    shard's data section."""
 
     shard: str
     name: str
@@ -198,6 +201,51 @@ class ManifestPiece:
     offset: int
     bytes: int
     crc32: int
+    slots: List[int]
+
+
+Piece = TypeVar("Piece", PieceRecord, ManifestPiece)
+
+
+@dataclass
+class Coverage:
+    """What keeps pieces from being a sample, in words: ``missing`` may yet come, ``surplus`` no other piece mends."""
+
+    missing: str = ""
+    surplus: str = ""
+
+
+def by_stage(pieces: Sequence[Piece]) -> Dict[Tuple[int, ...], List[Piece]]:
+    """Pieces by the slots that they hold, which is by pipeline stage; each stage's in order of position."""
+    stages: Dict[Tuple[int, ...], List[Piece]] = {}
+    for piece in sorted(pieces, key=lambda piece: (piece.slots, piece.start)):
+        stages.setdefault(tuple(piece.slots), []).append(piece)
+    return stages
+
+
+def coverage(pieces: Sequence[Piece], tokens: int, slots: int) -> Coverage:
+    """Whether ``pieces`` hold each of ``slots`` slots of each of ``tokens`` rows exactly once."""
+    stages = by_stage(pieces)
+    held = [slot for stage in stages for slot in stage]
+    found = Coverage()
+    if sorted(held) != sorted(set(held) & set(range(slots))):
+        found.surplus = f"slots {sorted(held)} of {slots}"
+    for stage in stages.values():
+        covered = 0
+        for piece in stage:
+            if piece.start < covered or piece.rows < 1 or piece.start + piece.rows > tokens:
+                found.surplus = found.surplus or (
+                    f"{piece.name} has rows {piece.start} to {piece.start + piece.rows} of {tokens}, after {covered}"
+                )
+            if piece.start > covered:
+                found.missing = found.missing or f"rows {covered} to {piece.start} of {tokens}"
+            covered = max(covered, piece.start + piece.rows)
+        if covered < tokens:
+            found.missing = found.missing or f"rows {covered} to {tokens} of {tokens}"
+    lacking = sorted(set(range(slots)) - set(held))
+    if lacking and not found.missing:
+        found.missing = f"slots {lacking} of {slots}" if held else f"rows 0 to {tokens} of {tokens}"
+    return found
 
 
 @dataclass

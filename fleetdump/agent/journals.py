@@ -16,6 +16,8 @@ from fleetdump.agent.formats import (
     Rid,
     ShardRecord,
     SkipRecord,
+    by_stage,
+    coverage,
 )
 from fleetdump.agent.jsonl import read_journal
 from fleetdump.agent.tensorfile import ids_sha256, tensor_bytes
@@ -35,9 +37,9 @@ class Captured:
 
     def add(self, piece: PieceRecord, writer: str) -> None:
         """Take in a piece. A request that SGLang retracts is prefilled again from its first token by the same rank:
-        what was captured of it before is dropped."""
-        if piece.start == 0 and self.pieces and writer_of(self.pieces[0].shard) == writer:
-            self.pieces = []
+        what that rank captured of it before is dropped. (Each stage of a pipeline prefills it again.)"""
+        if piece.start == 0:
+            self.pieces = [before for before in self.pieces if writer_of(before.shard) != writer]
         self.pieces.append(piece)
 
 
@@ -118,42 +120,30 @@ def writer_of(shard: str) -> str:
 
 
 def join(pieces: Sequence[PieceRecord], ids: Sequence[int], slots: int) -> Optional[List[PieceRecord]]:
-    """The pieces of one attempt in order of position, once they hold every row of ``ids``; None while rows are missing.
+    """The pieces of one attempt by stage and position, once they hold every slot of every row of ``ids``; None while
+    some are missing.
 
-    ``slots``: length of the second dimension (chosen layers and the final state). Raises ``PieceFault`` for what more
-    pieces cannot mend: an overlap, rows beyond the end, other ids than were sent, shapes or dtypes that do not fit.
+    ``slots``: how many a sample has (chosen layers and the final state). Pieces behind the prompt's end are not the
+    sample's: SGLang may decode a step too many, and beside chunks that step is a prefill of one row. Raises
+    ``PieceFault`` for what more pieces cannot mend: rows twice or beyond the end, other ids than were sent, shapes or
+    dtypes that do not fit.
     """
-    ordered = sorted(pieces, key=lambda piece: piece.start)
-    covered = 0
-    whole = True
+    prompts = [piece for piece in pieces if piece.start < len(ids)]
+    ordered = [piece for stage in by_stage(prompts).values() for piece in stage]
+    found = coverage(prompts, len(ids), slots)
+    if found.surplus:
+        raise PieceFault(found.surplus)
     for piece in ordered:
-        _check_piece(piece, ordered[0], ids, slots)
-        if piece.start < covered:
-            raise PieceFault(f"{piece.name} overlaps the rows before it: starts at {piece.start}, have {covered}")
-        whole = whole and piece.start == covered
-        covered = piece.start + piece.rows
-    return ordered if whole and covered == len(ids) else None
+        _check_piece(piece, ordered[0], ids)
+    return None if found.missing else ordered
 
 
-def _check_piece(piece: PieceRecord, first: PieceRecord, ids: Sequence[int], slots: int) -> None:
-    end = piece.start + piece.rows
-    if piece.start < 0 or piece.rows < 1 or end > len(ids):
-        raise PieceFault(f"{piece.name} has rows {piece.start} to {end} of {len(ids)} tokens")
-    if len(piece.shape) != 3 or piece.shape[0] != piece.rows or piece.shape[1] != slots:
-        raise PieceFault(f"{piece.name} has shape {piece.shape}, expected [{piece.rows}, {slots}, hidden]")
+def _check_piece(piece: PieceRecord, first: PieceRecord, ids: Sequence[int]) -> None:
+    if len(piece.shape) != 3 or piece.shape[:2] != [piece.rows, len(piece.slots)]:
+        raise PieceFault(f"{piece.name} has shape {piece.shape}, expected [{piece.rows}, {len(piece.slots)}, hidden]")
     if (piece.dtype, piece.shape[2]) != (first.dtype, first.shape[2]):
         raise PieceFault(f"{piece.name} is {piece.dtype} {piece.shape}, {first.name} is {first.dtype} {first.shape}")
     if piece.bytes != tensor_bytes(piece.dtype, piece.shape, piece.name):
         raise PieceFault(f"{piece.name} has {piece.bytes} bytes, not those of {piece.dtype} {piece.shape}")
-    if piece.ids_sha256 != ids_sha256(ids[piece.start : end]):
+    if piece.ids_sha256 != ids_sha256(ids[piece.start : piece.start + piece.rows]):
         raise PieceFault(f"{piece.name} was computed from other ids than were sent")
-
-
-def missing_rows(pieces: Sequence[PieceRecord], tokens: int) -> str:
-    """What is absent, for people: ``rows 512 to 700 of 700``."""
-    covered = 0
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if piece.start > covered:
-            return f"rows {covered} to {piece.start} of {tokens}"
-        covered = max(covered, piece.start + piece.rows)
-    return f"rows {covered} to {tokens} of {tokens}"

@@ -15,14 +15,15 @@ from typing import BinaryIO, Dict, List, Optional
 
 from fleetdump.agent.commit import Committer, Ready
 from fleetdump.agent.context import State
-from fleetdump.agent.formats import AttemptLine, PieceRecord, RejectedLine, Rid
+from fleetdump.agent.formats import AttemptLine, PieceRecord, RejectedLine, Rid, coverage
 from fleetdump.agent.gate import Launch, Probe, probe
 from fleetdump.agent.generate import Reply, Threads, prefill
-from fleetdump.agent.journals import Captured, Journals, PieceFault, join, missing_rows
+from fleetdump.agent.journals import Captured, Journals, PieceFault, join
 from fleetdump.agent.jsonl import encode_line, open_lines, write_all
 from fleetdump.agent.reporter import Reporter
 from fleetdump.agent.schedule import DEATHS_TO_REJECT, Sample, Schedule, backoff
 from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.tapstatus import is_behind, taps_of
 
 log = logging.getLogger("fleetdump.driver")
 
@@ -35,8 +36,8 @@ FREE_OF_CHARGE = ("disk_full", "backpressure", "server_gone")
 class Timing:
     """Seconds. ``turn``: longest wait for a reply before looking at the journals; ``settle``: how long the rows of an
     answered request may stay away while the taps write nothing at all; ``pause``: wait on a full disk; ``probe``:
-    between two looks at a server that is away; ``give_up``: ``time.monotonic()`` at which to stop trying, for ever by
-    default."""
+    between two looks at a server that is away, or at its taps; ``give_up``: ``time.monotonic()`` at which to stop
+    trying, for ever by default."""
 
     turn: float = 0.05
     settle: float = 60.0
@@ -113,6 +114,7 @@ class Loop:
         self._paused_until = 0.0
         self._probing = False
         self._next_probe = 0.0
+        self._next_look = 0.0
 
     def run(self) -> None:
         """Work to the end."""
@@ -136,8 +138,9 @@ class Loop:
                 raise
             self._pause(f"{error.filename or self.directory}: {error.strerror}")
         self._look_for_server(time.monotonic())
+        self._look_at_taps(time.monotonic())
         self.reporter.progress.in_flight = len(self.schedule.in_flight)
-        self.reporter.report("running", self.detail, self.committer)
+        self.reporter.report("running", self.detail or self._slowness(), self.committer)
 
     # ------------------------------------------------------------------ what there is to do
     def _read_work(self) -> None:
@@ -225,7 +228,7 @@ class Loop:
         if sum(piece.rows for piece in captured.pieces) < sample.tokens:
             return None
         ids, _ = self.share.read_sample(sample)
-        return join(captured.pieces, ids, len(self.spec.capture.layers) + 1)
+        return join(captured.pieces, ids, self.spec.capture.slots)
 
     def _commit(self) -> None:
         """Rejects and whole samples become lines; only then are they settled."""
@@ -256,7 +259,7 @@ class Loop:
         living = {launch_id for launch_id, launch in launches.items() if launch.lives()}
         for sent in waiting:
             captured = self.journals.captured.get(str(sent.rid))
-            rows = missing_rows(captured.pieces if captured else [], sent.sample.tokens)
+            rows = coverage(captured.pieces if captured else [], sent.sample.tokens, self.spec.capture.slots).missing
             if sent.launch.launch_id not in living:
                 self._server_away("its process ended")
                 self._failed(sent, "server_gone", f"{rows} were not written before the server ended")
@@ -346,6 +349,17 @@ class Loop:
             self._probing = True
             self._next_probe = now + self.timing.probe
             self.threads.run(lambda: probe(self.state, self.spec.server, self.spec.capture))
+
+    def _look_at_taps(self, now: float) -> None:
+        """Slow down before a forward has to wait for the disk."""
+        if self.launch is not None and now >= self._next_look:
+            self._next_look = now + self.timing.probe
+            taps = taps_of(self.state, self.spec.server, self.launch.launch_id)
+            self.schedule.mind_disk(is_behind(taps, time.time()))
+
+    def _slowness(self) -> str:
+        allowed = self.schedule.allowed
+        return f"the disk is slower than the server: {allowed:.0%} of the tokens in flight" if allowed < 1.0 else ""
 
     def _take_probe(self, found: Probe) -> None:
         self._probing = False

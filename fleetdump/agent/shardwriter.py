@@ -53,6 +53,7 @@ class NewPiece:
     ids_sha256: str
     dtype: str
     shape: List[int]
+    slots: List[int] = field(default_factory=list)
 
 
 class ShardWriter:

@@ -20,6 +20,7 @@ from fleetdump.cli.patches import patches
 from fleetdump.cli.revert import revert
 from fleetdump.cli.status import status
 from fleetdump.cli.stop import stop
+from fleetdump.cli.verify import verify
 from fleetdump.errors import ExitCode, FleetdumpError, of_local_file
 from fleetdump.views.console import err, print_error
 
@@ -53,7 +54,7 @@ def cli() -> None:
     """
 
 
-for _command in (init, check, deploy, status, logs, diagnose, extract, collect, stop, revert, clean, patches):
+for _command in (init, check, deploy, status, logs, diagnose, extract, verify, collect, stop, revert, clean, patches):
     cli.add_command(_command)
 
 

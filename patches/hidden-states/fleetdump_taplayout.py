@@ -1,6 +1,6 @@
 """Where a scheduler process stands in SGLang's parallel layout, and what cannot be captured rightly in it.
 
-All of it is decided from what every tensor-parallel rank knows alike, so that they decide alike.
+All of it is decided from what every tensor-parallel rank of a pipeline stage knows alike, so that they decide alike.
 """
 
 from __future__ import annotations
@@ -8,24 +8,67 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+CONTEXT_PARALLEL = "context parallelism splits the rows"
+PREFILL_GRAPH = "a replayed prefill CUDA graph runs no Python"
 REFUSED_FLAGS = {
     "enable_two_batch_overlap": "two-batch overlap runs layers outside the loop",
     "enable_attn_tp_input_scattered": "--enable-attn-tp-input-scattered splits the rows",
     "enable_layernorm_sp": "--enable-layernorm-sp splits the rows",
+    "enable_nsa_prefill_context_parallel": CONTEXT_PARALLEL,  # 0.5.6 to 0.5.13
+    "enable_dsa_prefill_context_parallel": CONTEXT_PARALLEL,  # from 0.5.14, with the two names below
+    "enable_prefill_context_parallel": CONTEXT_PARALLEL,
+    "enable_prefill_cp": CONTEXT_PARALLEL,
     "speculative_algorithm": "speculative decoding",
+    "enable_torch_compile": "--enable-torch-compile: a compiled loop runs no Python",
+    "enable_pdmux": "--enable-pdmux prefills in a loop of its own",
+    "enable_piecewise_cuda_graph": PREFILL_GRAPH,  # 0.5.5 to 0.5.9
 }
 """Server arguments that are true or set where the loop does not see every row of every layer."""
 
+
 @dataclass
 class Layout:
-    """This process's place in the parallel place. ``attn_dp_size`` counts groups that hold different requests."""
+    """This process's place in the parallel layout. ``attn_dp_size`` counts groups that hold different requests."""
 
     tp_rank: int
     tp_size: int
     attn_tp_rank: int
     attn_dp_size: int
     attn_cp_size: int
+    pp_rank: int
     pp_size: int
+
+    @property
+    def rank(self) -> int:
+        """This process among all of its replica."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+
+UNKNOWN_PLACE = Layout(0, 1, 0, 1, 1, 0, 1)
+"""Until the first forward, and where SGLang does not tell: a server of one process."""
+
+
+@dataclass
+class Stage:
+    """What a process sees of a sample: which slots (ascending), and by layer the slot that is taken before it. What
+    would enter layer ``len(model.layers)`` is the stream behind the last one, as in the final slot."""
+
+    slots: list[int]
+    before: dict[int, int]
+    last: bool
+
+
+def stage_of(model: Any, place: Layout, entries: list[int]) -> Stage:
+    """The part of ``entries`` (entry ids) and the final state that passes through the layers of this process."""
+    layers = [*range(model.start_layer, model.end_layer)] if place.pp_size > 1 else [*range(len(model.layers))]
+    mine = [*layers, len(model.layers)] if place.is_last_stage else layers
+    before = {entry: slot for slot, entry in enumerate(entries) if entry in mine}
+    final = [len(entries)] if place.is_last_stage else []
+    return Stage([*sorted(before.values()), *final], before, place.is_last_stage)
 
 
 def layout() -> Layout:
@@ -41,6 +84,7 @@ def layout() -> Layout:
         parallel.attn_tp_rank,
         parallel.attn_dp_size,
         parallel.attn_cp_size,
+        parallel.pp_rank,
         parallel.pp_size,
     )
 
@@ -57,6 +101,7 @@ def _layout_of_functions() -> Layout:
         dp_attention.get_attention_tp_rank(),
         dp_attention.get_attention_dp_size(),
         context_parallel(),
+        get_pp_group().rank_in_group,
         get_pp_group().world_size,
     )
 
@@ -69,25 +114,36 @@ def _server_args() -> Any:
     return get_server_args()
 
 
-def refusal(model: Any, place: Layout, batch: Any, layers: list[int]) -> str:
+def refusal(model: Any, place: Layout, layers: list[int]) -> str:
     """Why this server cannot be captured rightly; empty when it can. The same on all ranks."""
     total = len(model.layers)
     if len(set(layers)) != len(layers) or not all(0 <= layer <= total for layer in layers):
         return f"layers {layers} of a model with {total}"
-    if place.pp_size > 1:
-        return "pipeline parallelism splits the layers"
     if place.attn_cp_size > 1:
-        return "context parallelism splits the rows"
+        return CONTEXT_PARALLEL
     args = _server_args()
     for flag, reason in REFUSED_FLAGS.items():
         if getattr(args, flag, None):
             return reason
-    if place.attn_dp_size > 1 and not hasattr(batch, "rids"):
-        return "with DP attention this release does not say whose rows a forward has"
-    if place.attn_dp_size > 1 and hasattr(batch, "residual_stream"):
-        return "with DP attention this release may owe a sum over ranks that do not all run the request"
+    if _replays_prefill(args):
+        return PREFILL_GRAPH
     scattered = [number for number, layer in enumerate(model.layers) if _is_scattered(layer)]
     return f"rows are split over the ranks at layers {scattered}" if scattered else ""
+
+
+def largest_forward() -> int:
+    """The most rows that one forward of this server can have, 0 when nobody knows."""
+    args = _server_args()
+    chunk = getattr(args, "chunked_prefill_size", None) or 0
+    return int(chunk if chunk > 0 else getattr(args, "max_prefill_tokens", None) or 0)
+
+
+def _replays_prefill(args: Any) -> bool:
+    """Whether prefill runs from CUDA graphs: the default from 0.5.10 on."""
+    config = getattr(args, "cuda_graph_config", None)  # from 0.5.14
+    if config is not None:
+        return bool(config.prefill.backend != "disabled")
+    return getattr(args, "disable_piecewise_cuda_graph", True) is False  # 0.5.10 to 0.5.13
 
 
 def _is_scattered(layer: Any) -> bool:
@@ -109,15 +165,32 @@ def batch_refusal(batch: Any) -> str:
     if getattr(batch, "spec_info", None) is not None:
         return "speculative decoding"
     if any(getattr(batch, name, None) is not None for name in ("attn_cp_metadata", "nsa_cp_metadata")):
-        return "context parallelism splits the rows"
-    if getattr(batch, "_original_forward_mode", None) is not None:
-        return "the batch was padded into another mode"
-    return "a graph is being captured" if _is_graph_capturing() else ""
+        return CONTEXT_PARALLEL
+    return ""
 
 
-def _is_graph_capturing() -> bool:
+def sums_over_replicas(place: Layout, batch: Any) -> bool:
+    """Whether the loop may owe a sum to which ranks with other requests contribute, or with none (an idle batch). From
+    0.5.21 under DP attention: then all ranks of a stage must complete it alike, whosever the requests are, and what
+    they all know is whether any of them prefills."""
+    return place.attn_dp_size > 1 and hasattr(batch, "residual_stream") and bool(batch.is_extend_in_batch)
+
+
+def prompt_mode(batch: Any) -> bool:
+    """Whether the batch has prompt rows. Under DP attention a batch without any may be padded into a prefill."""
+    original = getattr(batch, "_original_forward_mode", None)
+    return (batch.forward_mode if original is None else original).name in ("EXTEND", "MIXED")
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is tracing the caller: it must find nothing to trace."""
     import torch
 
-    if torch.compiler.is_compiling():
-        return True
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return bool(torch.compiler.is_compiling())
+
+
+def is_capturing_graph() -> bool:
+    """Whether the forward is being recorded into a CUDA graph."""
+    import torch
+
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -25,10 +25,12 @@ def all_reduce(tensor):
 
 def stand_in(case):
     """The parallel layout and the model of ``case``; makes ``sglang`` importable as one of its releases is."""
-    other = int(case == "other_rank")
-    layout = {"tp_rank": other, "tp_size": 2, "attn_tp_rank": other, "attn_dp_size": 1, "attn_cp_size": 1, "pp_size": 1}
+    layout = {"tp_rank": 0, "tp_size": 2, "attn_tp_rank": 0, "attn_dp_size": 1, "attn_cp_size": 1}
+    layout.update(pp_rank=0, pp_size=1)
     layout.update(LAYOUTS.get(case, {}))
     args = types.SimpleNamespace(**{"speculative_algorithm": None, **FLAGS.get(case, {})})
+    if case.startswith("flag_"):
+        setattr(args, case[len("flag_") :], True)
     if case.startswith("old_"):
         old_release(layout, args)
     else:
@@ -36,23 +38,57 @@ def stand_in(case):
         sys.modules["sglang.srt.runtime_context"].get_server_args = lambda: args
         module("sglang.srt.distributed", tensor_model_parallel_all_reduce=all_reduce)
     norm = type("GemmaRMSNorm" if case == "gemma" else "RMSNorm", (types.SimpleNamespace,), {})
-    return types.SimpleNamespace(
+    made = types.SimpleNamespace(
         layers=[layer_of(case)] * LAYERS,
         norm=norm(weight=torch.ones(HIDDEN, dtype=torch.bfloat16), variance_epsilon=1e-6),
     )
+    if case in STAGES:
+        made.start_layer, made.end_layer = STAGES[case]
+        made.norm = made.norm if made.end_layer == LAYERS else None
+    return made
 
 
+OTHER_RANK = {"tp_rank": 1, "attn_tp_rank": 1}
+DATA_PARALLEL = {"attn_dp_size": 2}
 LAYOUTS = {
-    "pipeline": {"pp_size": 2},
+    "other_rank": OTHER_RANK,
+    "selfcheck_other_rank": OTHER_RANK,
+    "first_stage": {"pp_size": 2},
+    "last_stage": {"pp_size": 2, "pp_rank": 1},
+    "empty_stage": {"pp_size": 3, "pp_rank": 1},
+    "partial_stage": {"pp_size": 2},
+    "old_first_stage": {"pp_size": 2},
     "context_parallel": {"attn_cp_size": 2},
-    "dp_attention": {"attn_dp_size": 2, "attn_tp_rank": 0},
-    "dp_attention_owed": {"attn_dp_size": 2},
-    "old_dp_attention": {"attn_dp_size": 2},
+    "dp_attention": DATA_PARALLEL,
+    "old_dp_attention": DATA_PARALLEL,
+    "dp_owed": DATA_PARALLEL,
+    "dp_owed_idle": DATA_PARALLEL,
+    "dp_owed_foreign": DATA_PARALLEL,
+    "dp_owed_padded": DATA_PARALLEL,
+    "dp_owed_broken": DATA_PARALLEL,
+    "dp_owed_decode": DATA_PARALLEL,
+    "no_layout": {"pp_size": None},
 }
+STAGES = {
+    "first_stage": (0, 2),
+    "last_stage": (2, 3),
+    "empty_stage": (1, 2),
+    "partial_stage": (0, 2),
+    "old_first_stage": (0, 2),
+}
+"""Layers that a pipeline stage runs, of LAYERS."""
+
+
+def graphs(prefill):
+    phases = {"prefill": types.SimpleNamespace(backend=prefill), "decode": types.SimpleNamespace(backend="full")}
+    return {"cuda_graph_config": types.SimpleNamespace(**phases)}
+
+
 FLAGS = {
-    "tbo_flag": {"enable_two_batch_overlap": True},
-    "speculative_flag": {"speculative_algorithm": "EAGLE"},
-    "layernorm_flag": {"enable_layernorm_sp": True},
+    "plain": graphs("disabled"),
+    "prefill_graph": graphs("breakable"),
+    "prefill_graph_0510": {"disable_piecewise_cuda_graph": False},
+    "no_prefill_graph_0510": {"disable_piecewise_cuda_graph": True},
 }
 
 
@@ -73,7 +109,7 @@ def old_release(layout, args):
         get_tensor_model_parallel_world_size=lambda: layout["tp_size"],
         tensor_model_parallel_all_reduce=all_reduce,
     )
-    group = types.SimpleNamespace(world_size=layout["pp_size"])
+    group = types.SimpleNamespace(world_size=layout["pp_size"], rank_in_group=layout["pp_rank"])
     module("sglang.srt.distributed.parallel_state", get_pp_group=lambda: group)
     module(
         "sglang.srt.layers.dp_attention",
@@ -116,14 +152,15 @@ def forward(batch, rows=None, fused=False, stop=LAYERS, snapshot=None):
     import fleetdump_tap as tap
 
     rows = int(batch.extend_seq_lens_cpu.sum()) if rows is None else rows
-    for i in range(LAYERS + 1):
+    first, end = getattr(model, "start_layer", 0), getattr(model, "end_layer", LAYERS)
+    for i in range(first, end + 1):
         hidden = torch.full((rows, HIDDEN), float(i + 1))
         if fused and 0 < i < LAYERS:
             hidden._sglang_needs_allreduce_fusion = True
         residual = None if i == 0 else torch.full((rows, HIDDEN), 10.0)
         kept = hidden.clone()
         place = {"snapshot": snapshot} if snapshot else {"residual": residual}
-        if i == LAYERS:
+        if i == end:
             tap.after_layers(model, hidden, batch, **place)
         elif i < stop:
             tap.before_layer(model, i, hidden, batch, **place)
@@ -134,16 +171,47 @@ def old_batch(requests, noted=None):
     """A batch of a release whose ForwardBatch has no rids, after the scheduler (unless ``noted``: with another one)."""
     import fleetdump_tap as tap
 
-    made = batch(requests, req_pool_indices=torch.arange(len(requests)))
+    made = batch(requests)
     reqs = [types.SimpleNamespace(rid=rid) for rid in made.rids]
-    indices = made.req_pool_indices if noted is None else noted
-    tap.note_requests(types.SimpleNamespace(reqs=reqs, req_pool_indices=indices))
+    starts = made.extend_prefix_lens_cpu if noted is None else noted
+    tap.note_requests(types.SimpleNamespace(reqs=reqs, prefix_lens=starts))
     del made.rids
     return made
 
 
 def ours(sample, rows, start=0):
     return (f"fleetdump/r/{sample}/1", rows, start)
+
+
+def checks(sample, rows):
+    return (f"fleetdump/selfcheck-r/{sample}/1", rows, 0)
+
+
+def snapshot(hidden, _):
+    """From 0.5.21: completes what the stream owes, on all ranks."""
+    reduced.append(hidden.shape[0])
+    return hidden * 100
+
+
+def owing(requests, mode="EXTEND", **changes):
+    """A batch of data-parallel attention from 0.5.21 on, where some rank prefills."""
+    return batch(requests, mode, **{"residual_stream": None, "is_extend_in_batch": True, **changes})
+
+
+def while_capturing_a_graph(requests):
+    import fleetdump_tap as tap
+
+    tap.is_capturing_graph = lambda: True
+    forward(batch([], rids=None))
+    tap.is_capturing_graph = lambda: False
+    forward(batch(requests))
+
+
+def while_compiling(requests):
+    import fleetdump_tap as tap
+
+    tap.is_compiling = lambda: True
+    forward(batch(requests))
 
 
 def failing(*_):
@@ -154,7 +222,8 @@ CASES = {
     "plain": lambda: forward(batch([ours("a", 2), ("HEALTH_CHECK_1", 1, 0), ours("b", 3)])),
     "fused": lambda: forward(batch([ours("a", 2)]), fused=True),
     "other_rank": lambda: forward(batch([ours("a", 2)]), fused=True),
-    "snapshot": lambda: forward(batch([ours("a", 2)]), snapshot=lambda hidden, _: hidden * 100),
+    "selfcheck_other_rank": lambda: forward(batch([ours("a", 2), checks("a", 2)]), fused=True),
+    "snapshot": lambda: forward(batch([ours("a", 2)]), snapshot=snapshot),
     "snapshot_fails": lambda: forward(batch([ours("a", 2)]), snapshot=failing),
     "chunks": lambda: [forward(batch([ours("a", 2, at)], "MIXED")) for at in (0, 2, 4)],
     "prefix_missing": lambda: [forward(batch([ours("a", 2, at), ours("b", 2)])) for at in (6, 8)],
@@ -163,7 +232,9 @@ CASES = {
     "two_batch_overlap": lambda: forward(batch([ours("a", 3)], can_run_tbo=True), fused=True, stop=1),
     "loop_cut_short": lambda: forward(batch([ours("a", 3)]), stop=1),
     "speculative": lambda: forward(batch([ours("a", 3)], spec_info=object())),
-    "converted": lambda: forward(batch([ours("a", 3)], _original_forward_mode=object())),
+    "converted": lambda: forward(
+        batch([ours("a", 3)], _original_forward_mode=types.SimpleNamespace(name="DECODE")), fused=True
+    ),
     "decode": lambda: forward(batch([ours("a", 3)], "DECODE")),
     "target_verify": lambda: forward(batch([ours("a", 3)], "TARGET_VERIFY")),
     "nobodys": lambda: forward(batch([("x", 3, 0)]), fused=True),
@@ -176,18 +247,32 @@ CASES = {
     "dp_attention": lambda: forward(batch([ours("a", 2)])),
     "old_rids": lambda: forward(old_batch([("x", 1, 0), ours("a", 2)])),
     "old_fused": lambda: forward(old_batch([ours("a", 2)]), fused=True),
-    "old_other_batch": lambda: forward(old_batch([ours("a", 2)], noted=torch.arange(1))),
+    "old_other_batch": lambda: forward(old_batch([ours("a", 2)], noted=[0])),
     "old_broken_note": lambda: forward(old_batch([(None, 1, 0)])),
-    "old_dp_attention": lambda: forward(old_batch([ours("a", 2)]), fused=True),
-    "dp_attention_owed": lambda: forward(
-        batch([ours("a", 2)], residual_stream=None), snapshot=lambda hidden, _: hidden
+    "old_dp_attention": lambda: forward(old_batch([ours("a", 2)])),
+    "dp_owed": lambda: forward(owing([ours("a", 2)]), snapshot=snapshot),
+    "dp_owed_idle": lambda: forward(owing([], "IDLE", rids=None), snapshot=snapshot),
+    "dp_owed_foreign": lambda: forward(owing([("x", 3, 0)]), snapshot=snapshot),
+    "dp_owed_padded": lambda: forward(
+        owing([ours("a", 1, 9)], _original_forward_mode=types.SimpleNamespace(name="DECODE")), snapshot=snapshot
     ),
-    "tbo_flag": lambda: forward(batch([ours("a", 3)]), fused=True),
-    "speculative_flag": lambda: forward(batch([ours("a", 3)]), fused=True),
-    "layernorm_flag": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "dp_owed_broken": lambda: forward(owing([ours("a", 2)], extend_prefix_lens_cpu=None), snapshot=snapshot),
+    "dp_owed_decode": lambda: forward(owing([ours("a", 2)], "DECODE", is_extend_in_batch=False), snapshot=snapshot),
+    "cp_metadata": lambda: forward(batch([ours("a", 3)], attn_cp_metadata=object()), fused=True),
+    "nsa_cp_metadata": lambda: forward(batch([ours("a", 3)], nsa_cp_metadata=object()), fused=True),
+    "capturing": lambda: while_capturing_a_graph([ours("a", 3)]),
+    "compiling": lambda: while_compiling([ours("a", 3)]),
+    "no_layout": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "prefill_graph": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "prefill_graph_0510": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "no_prefill_graph_0510": lambda: forward(batch([ours("a", 2)])),
     "scattered_boundary": lambda: forward(batch([ours("a", 3)]), fused=True),
     "scattered_boundary_0521": lambda: forward(batch([ours("a", 3)]), fused=True),
-    "pipeline": lambda: forward(batch([ours("a", 3)]), fused=True),
+    "first_stage": lambda: forward(batch([ours("a", 2)])),
+    "last_stage": lambda: forward(batch([ours("a", 2)])),
+    "empty_stage": lambda: forward(batch([ours("a", 2)])),
+    "partial_stage": lambda: forward(batch([ours("a", 2)]), fused=True),
+    "old_first_stage": lambda: forward(old_batch([ours("a", 2)])),
     "context_parallel": lambda: forward(batch([ours("a", 3)]), fused=True),
     "scattered": lambda: forward(batch([ours("a", 3)]), fused=True),
 }
@@ -199,7 +284,7 @@ def play(case, folder):
     os.environ["FLEETDUMP_TAP_CONFIG"] = f"{folder}/tap.json"
     os.dup2(os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT, 0o600), 2)
     model = stand_in(case)
-    CASES[case]()
+    CASES[case]() if case in CASES else forward(batch([ours("a", 3)]), fused=True)
     writer = sys.modules["fleetdump_tap"]._tap._writer
     if writer is not None:
         writer.stop()

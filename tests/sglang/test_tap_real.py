@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from fleetdump.agent.applicable import choose_edits, release_arguments
+from fleetdump.agent.applicable import choose_edits
 from fleetdump.agent.edit import apply_edits
+from fleetdump.agent.flagrules import patch_arguments
 from fleetdump.agent.formats import PieceRecord, SkipRecord
 from fleetdump.agent.jsonl import read_journal
 from fleetdump.agent.shards import close_dead
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.sglang
 def tap_json(path: Path, layers: list[int], ranks: int = 1) -> Path:
     """Write a tap.json beside a capture directory ``cap``."""
     config = {"v": 1, "server": "main", "launch_id": "1f0c77aa", "layers": layers, "dir": str(path / "cap")}
-    sizes = {"shard_bytes": 1_000_000, "header_bytes": 65536, "idle_close_seconds": 1.0, "queue_bytes": 1 << 30}
+    sizes = {"shard_bytes": 1_000_000, "header_bytes": 65536, "idle_close_seconds": 1.0, "ring_bytes": 1 << 26}
     (path / "tap.json").write_text(json.dumps({**config, **sizes, "ranks": ranks}))
     return path / "tap.json"
 
@@ -60,44 +61,66 @@ class Played:
 CAPTURED = {
     "plain": ([1, 13, 14], [], {("a", 0): 2, ("b", 0): 3}),
     "fused": ([1, 16, 14], [2], {("a", 0): 2}),  # the partial sum is completed, on a clone
-    "snapshot": ([100, 300, 400], [], {("a", 0): 2}),
+    "snapshot": ([100, 300, 400], [2, 2, 2], {("a", 0): 2}),
     "padded_rows": ([1, 13, 14], [], {("a", 0): 3}),
     "chunks": ([1, 13, 14], [], {("a", 0): 2, ("a", 2): 2, ("a", 4): 2}),
     "gemma": ([1, 13, 14], [], {("a", 0): 2}),
     "plain_layers": ([1, 13, 14], [], {("a", 0): 2}),
     "boundary": ([1, 13, 14], [], {("a", 0): 2}),
     "dp_attention": ([1, 13, 14], [], {("a", 0): 2}),
+    "dp_owed": ([100, 300, 400], [2, 2, 2], {("a", 0): 2}),
     "old_rids": ([1, 13, 14], [], {("a", 0): 2}),  # named by the scheduler's batch
     "old_fused": ([1, 16, 14], [2], {("a", 0): 2}),
+    "old_dp_attention": ([1, 13, 14], [], {("a", 0): 2}),
+    "no_prefill_graph_0510": ([1, 13, 14], [], {("a", 0): 2}),
+    "first_stage": ([1], [], {("a", 0): 2}),
+    "old_first_stage": ([1], [], {("a", 0): 2}),
+    "last_stage": ([13, 14], [], {("a", 0): 2}),
 }
+"""Values of the slots, rows of each collective, rows by sample and position."""
 SKIPPED = {
     "scattered_rows": ("rows_mismatch", "3 tokens"),
     "two_batch_overlap": ("capture_error", "two-batch overlap"),
     "loop_cut_short": ("capture_error", "the loop ran 2"),
     "speculative": ("capture_error", "speculative"),
-    "converted": ("capture_error", "padded into another mode"),
+    "cp_metadata": ("capture_error", "context parallelism"),
+    "nsa_cp_metadata": ("capture_error", "context parallelism"),
     "snapshot_fails": ("capture_error", "finalize handoff"),
-    "broken_ids": ("capture_error", "AttributeError"),
+    "broken_ids": ("capture_error", "TypeError"),
+    "partial_stage": ("capture_error", "the pipeline stage hands on a partial sum"),
 }
 REFUSED = {
-    "pipeline": "splits the layers",
     "context_parallel": "splits the rows",
     "scattered": "split over the ranks at layers [0, 1, 2]",
     "scattered_boundary": "split over the ranks",
     "scattered_boundary_0521": "split over the ranks",
-    "tbo_flag": "two-batch overlap",
-    "speculative_flag": "speculative",
-    "layernorm_flag": "--enable-layernorm-sp",
-    "dp_attention_owed": "DP attention",
+    "flag_enable_two_batch_overlap": "two-batch overlap",
+    "flag_enable_attn_tp_input_scattered": "--enable-attn-tp-input-scattered",
+    "flag_enable_layernorm_sp": "--enable-layernorm-sp",
+    "flag_enable_nsa_prefill_context_parallel": "context parallelism",
+    "flag_enable_dsa_prefill_context_parallel": "context parallelism",
+    "flag_enable_prefill_context_parallel": "context parallelism",
+    "flag_enable_prefill_cp": "context parallelism",
+    "flag_speculative_algorithm": "speculative",
+    "flag_enable_torch_compile": "--enable-torch-compile",
+    "flag_enable_pdmux": "--enable-pdmux",
+    "flag_enable_piecewise_cuda_graph": "prefill CUDA graph",
+    "prefill_graph": "prefill CUDA graph",
+    "prefill_graph_0510": "prefill CUDA graph",
+    "no_layout": "TypeError",
 }
 LEFT_ALONE = ["decode", "target_verify", "nobodys", "no_rids", "broken_batch", "old_other_batch", "old_broken_note"]
+LEFT_ALONE += ["converted", "empty_stage", "compiling", "dp_owed_decode"]
+JOINED = {"dp_owed_idle": 0, "dp_owed_foreign": 3, "dp_owed_padded": 1, "dp_owed_broken": 2}
+"""Nothing of ours, or nothing that can be told, in a forward whose sums run over ranks that have: rows."""
+MORE = ["other_rank", "selfcheck_other_rank", "prefix_missing", "capturing"]
 
 
 @pytest.fixture(scope="module")
 def play(sglang_installed: SglangEnv, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Played]:
     """Plays all cases at once (importing torch takes longest) and gives what one left."""
     root = tmp_path_factory.mktemp("forwards")
-    for case in [*CAPTURED, *SKIPPED, *REFUSED, *LEFT_ALONE, "other_rank", "prefix_missing", "old_dp_attention"]:
+    for case in [*CAPTURED, *SKIPPED, *REFUSED, *LEFT_ALONE, *JOINED, *MORE]:
         (root / case).mkdir()
         tap_json(root / case, [0, 2])
     command = [str(sglang_installed.python), str(HERE / "tap_forwards.py"), str(PATCH), str(root)]
@@ -106,8 +129,7 @@ def play(sglang_installed: SglangEnv, tmp_path_factory: pytest.TempPathFactory) 
     def played(case: str) -> Played:
         run, log = root / case / "cap" / "r", (root / case / "log").read_text()
         assert (root / case / "out.json").exists(), log
-        journal = run / "journal-main-1f0c77aa-r0.jsonl"
-        records = read_journal(journal)[0] if journal.exists() else []
+        records = [record for path in run.glob("journal-*.jsonl") for record in read_journal(path)[0]]
         pieces = {(r.rid.split("/")[2], r.start): values(run, r) for r in records if isinstance(r, PieceRecord)}
         skips = {r.rid.split("/")[2]: (r.reason, r.detail) for r in records if isinstance(r, SkipRecord)}
         return Played(pieces, skips, json.loads((root / case / "out.json").read_text())["reduced"], log, run)
@@ -129,7 +151,8 @@ def values(run: Path, piece: PieceRecord) -> list[list[float]]:
 def test_the_stream_is_captured_where_it_should_be(play: Callable[[str], Played], case: str) -> None:
     value, reduced, rows = CAPTURED[case]
     played = play(case)
-    assert "fleetdump-tap 1 armed rank=0/2 layers=[0,2] model=SimpleNamespace" in played.log
+    assert "fleetdump-tap 1 armed rank=0/2 pp=" in played.log
+    assert "layers=[0,2] model=SimpleNamespace" in played.log
     assert (played.skips, played.reduced) == ({}, reduced)
     assert {key: len(got) for key, got in played.pieces.items()} == rows
     assert all(row == value for got in played.pieces.values() for row in got)
@@ -140,6 +163,46 @@ def test_other_ranks_take_part_in_the_collective_and_write_nothing(play: Callabl
     assert "armed rank=1/2" in played.log
     assert played.reduced == [2]
     assert (played.pieces, played.skips) == ({}, {})
+    assert not played.run.parent.exists()
+
+
+def test_other_ranks_write_what_a_self_check_compares(play: Callable[[str], Played]) -> None:
+    played = play("selfcheck_other_rank")
+    assert played.reduced == [4]
+    ranks = played.run.parent / "selfcheck-r" / "ranks"
+    assert [path.name for path in played.run.parent.iterdir()] == ["selfcheck-r"]
+    assert [path.name for path in ranks.parent.iterdir()] == ["ranks"]
+    assert (ranks.stat().st_mode & 0o777, ranks.parent.stat().st_mode & 0o777) == (0o700, 0o700)
+    records = read_journal(ranks / "journal-main-1f0c77aa-r1.jsonl")[0]
+    assert [values(ranks, record) for record in records if isinstance(record, PieceRecord)] == [[[1, 16, 14]] * 2]
+    assert verify_directory(ranks).faults == []
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_sums_over_replicas_are_completed_by_ranks_that_have_nothing_of_ours(
+    play: Callable[[str], Played], case: str
+) -> None:
+    played = play(case)
+    assert played.reduced == [JOINED[case]] * 3
+    assert (played.pieces, played.skips) == ({}, {})
+
+
+def test_a_graph_of_prefill_being_captured_is_the_end_of_capturing(play: Callable[[str], Played]) -> None:
+    played = play("capturing")
+    assert "fleetdump-tap 1 armed" in played.log
+    assert "fleetdump-tap 1 refused (a replayed prefill CUDA graph runs no Python) rank=0/2" in played.log
+    assert played.skips["a"] == ("capture_error", "a replayed prefill CUDA graph runs no Python")
+
+
+def test_a_stage_says_which_slots_it_holds(play: Callable[[str], Played]) -> None:
+    for case, writer, slots in (("first_stage", "r0", [0]), ("last_stage", "r2", [1, 2]), ("plain", "r0", [0, 1, 2])):
+        journal = play(case).run / f"journal-main-1f0c77aa-{writer}.jsonl"
+        pieces = [record for record in read_journal(journal)[0] if isinstance(record, PieceRecord)]
+        assert [piece.slots for piece in pieces] == [slots] * len(pieces) != []
+        with ShardReader(journal.with_name(pieces[0].shard)) as reader:
+            assert json.loads(reader.header.metadata["slots"]) == slots
+    assert not list(play("first_stage").run.glob("norm-*")), "the first stage has no final norm"
+    assert list(play("last_stage").run.glob("norm-*"))
 
 
 def test_a_cached_prefix_is_a_skip_and_the_batchs_others_are_not(play: Callable[[str], Played]) -> None:
@@ -169,10 +232,6 @@ def test_a_server_that_cannot_be_captured_is_refused_in_the_log(play: Callable[[
     assert played.pieces == {}
     assert played.skips["a"][0] == "capture_error"
     assert played.reduced == []
-
-
-def test_dp_attention_on_a_release_that_does_not_name_requests_is_refused(play: Callable[[str], Played]) -> None:
-    assert "refused (with DP attention this release does not say whose rows" in play("old_dp_attention").log
 
 
 def test_a_norm_of_gemmas_kind_is_saved_as_the_factor_that_it_multiplies_by(play: Callable[[str], Played]) -> None:
@@ -224,10 +283,10 @@ def some_prompts(run: str, count: int) -> dict[str, list[int]]:
     return {f"fleetdump/{run}/s{n}/1": [source.randrange(3, 300) for _ in range(k)] for n, k in enumerate(lengths)}
 
 
-def generate(server: RunningServer, prompts: dict[str, list[int]]) -> list[Any]:
-    """Send all prompts as one batch; returns the server's answers."""
-    sampling = {"temperature": 0, "max_new_tokens": 1}
-    body = {"rid": list(prompts), "input_ids": list(prompts.values()), "sampling_params": sampling}
+def generate(server: RunningServer, prompts: dict[str, list[int]], tokens: int = 1, **more: Any) -> list[Any]:
+    """Send all prompts as one batch, ``tokens`` to be generated of each; returns the server's answers."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens}
+    body = {"rid": list(prompts), "input_ids": list(prompts.values()), "sampling_params": sampling, **more}
     request = urllib.request.Request(
         f"{server.url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -256,12 +315,12 @@ def close_when_dead(run: Path) -> None:
 def test_captured_states_are_those_of_transformers(sglang_env: SglangEnv, tmp_path: Path, tp: int) -> None:
     """Batches, chunks and one rank's death in the middle of writing, on one server."""
     environment = {"FLEETDUMP_TAP_CONFIG": str(tap_json(tmp_path, [0, 3, 6], tp))}
-    flags = [*release_arguments(SPEC, sglang_env.version), "--chunked-prefill-size", "64"]
+    flags = [*patch_arguments(SPEC, sglang_env.version), "--chunked-prefill-size", "64"]
     prompts, log = some_prompts("r1", 9), tmp_path / "server.log"
     run = tmp_path / "cap" / "r1"
     with patched(sglang_env), start_server(sglang_env, log, tp, flags, environment) as server:
         text = log.read_text()
-        assert all(f"{SPEC.mark} rank={rank}/{tp} layers=[0,3,6] model=DeepseekV2Model" in text for rank in range(tp))
+        assert all(f"{SPEC.mark} rank={n}/{tp} pp=0/1 layers=[0,3,6] model=DeepseekV2Model" in text for n in range(tp))
         assert not (tmp_path / "cap").exists(), "warm-up and health probes are not ours"
         assert len(generate(server, prompts)) == len(prompts)
         # An answer does not wait for the disk: what is not yet journalled when the server is killed is lost, rightly.

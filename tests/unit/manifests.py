@@ -12,7 +12,8 @@ from fleetdump.agent.jsonl import encode_line
 def manifest_line(name: str, rows: int = 5, shards: Sequence[str] = ("s0",), **changes: object) -> ManifestLine:
     """A good line of sample ``name`` with one piece of ``rows`` rows in each of ``shards``."""
     pieces = [
-        ManifestPiece(shard, f"{name}:{n * rows}", n * rows, rows, 0, rows * 16, 1) for n, shard in enumerate(shards)
+        ManifestPiece(shard, f"{name}:{n * rows}", n * rows, rows, 0, rows * 16, 1, [0, 1])
+        for n, shard in enumerate(shards)
     ]
     line = ManifestLine(
         id=name,

@@ -59,7 +59,7 @@ class Tap:
                 digest = ids_sha256([0] * len(part) if rid.sample in faults.get("other_ids", []) else part)
                 shape = [len(part), slots, HIDDEN]
                 data = bytes(4 * len(part) * slots * HIDDEN)
-                writer.add((NewPiece(f"{rid}:{start}", str(rid), start, len(part), digest, "F32", shape), data))
+                writer.add((NewPiece(f"{rid}:{start}", str(rid), start, len(part), digest, "F32", shape, [*range(slots)]), data))
             writer.sync()
             self.last = time.monotonic()
 

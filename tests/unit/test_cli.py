@@ -17,6 +17,7 @@ COMMANDS = (
     "logs",
     "diagnose",
     "extract",
+    "verify",
     "collect",
     "stop",
     "revert",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fleetdump.agent.formats import PieceRecord, Rid, ShardRecord, SkipRecord
-from fleetdump.agent.journals import Journals, PieceFault, join, missing_rows
+from fleetdump.agent.formats import PieceRecord, Rid, ShardRecord, SkipRecord, coverage
+from fleetdump.agent.journals import Journals, PieceFault, join
 from fleetdump.agent.jsonl import append_lines, encode_line, open_lines
 from fleetdump.agent.tensorfile import ids_sha256
 
@@ -32,8 +32,15 @@ def piece(start: int, rows: int, attempt: int = 1, writer: str = "main-0000000a-
         bytes=rows * SLOTS * HIDDEN * 2,
         crc32=1,
         t=0.0,
+        slots=[*range(SLOTS)],
     )
     return replace(record, **changes)  # type: ignore[arg-type]
+
+
+def stage(start: int, rows: int, slots: list[int], dtype: str = "BF16") -> PieceRecord:
+    """What one pipeline stage, the one that holds ``slots``, wrote."""
+    shape, writer = [rows, len(slots), HIDDEN], f"main-0000000a-r{slots[0]}"
+    return piece(start, rows, writer=writer, slots=slots, shape=shape, bytes=rows * len(slots) * HIDDEN * 2, dtype=dtype)
 
 
 def test_pieces_join_by_position_whatever_their_order() -> None:
@@ -51,15 +58,19 @@ def test_missing_rows_mean_wait(pieces: list[PieceRecord]) -> None:
 @pytest.mark.parametrize(
     ("pieces", "what"),
     [
-        ([piece(0, 6), piece(4, 6)], "overlaps"),
-        ([piece(0, 10), piece(0, 10, writer="main-0000000a-r1")], "overlaps"),
+        ([piece(0, 6), piece(4, 6)], "rows 4 to 10 of 10, after 6"),
+        ([piece(0, 10), piece(0, 10, writer="main-0000000a-r1")], "rows 0 to 10 of 10, after 10"),
+        ([piece(0, 10), stage(0, 10, [2])], r"slots \[0, 1, 2, 2\] of 3"),
+        ([stage(0, 10, [0, 1]), stage(0, 10, [2, 3])], r"slots \[0, 1, 2, 3\] of 3"),
+        ([stage(0, 10, [0, 0, 1])], r"slots \[0, 0, 1\] of 3"),
+        ([stage(0, 10, [0, 1]), stage(0, 10, [2], dtype="F16")], "F16"),
         ([piece(0, 10, ids_sha256="0")], "other ids"),
         ([piece(0, 10, shape=[9, SLOTS, HIDDEN])], "shape"),
         ([piece(0, 10, shape=[10, SLOTS + 1, HIDDEN])], "shape"),
         ([piece(0, 10, bytes=7)], "bytes"),
         ([piece(0, 5), replace(piece(5, 5), dtype="F16")], "F16"),
-        ([piece(5, 6)], "of 10 tokens"),
-        ([piece(-1, 1)], "of 10 tokens"),
+        ([piece(5, 6)], "rows 5 to 11 of 10"),
+        ([piece(-1, 1)], "rows -1 to 0 of 10"),
     ],
 )
 def test_what_more_pieces_cannot_mend_is_a_fault(pieces: list[PieceRecord], what: str) -> None:
@@ -67,10 +78,18 @@ def test_what_more_pieces_cannot_mend_is_a_fault(pieces: list[PieceRecord], what
         join(pieces, IDS, SLOTS)
 
 
-def test_missing_rows_are_named() -> None:
-    assert missing_rows([], 10) == "rows 0 to 10 of 10"
-    assert missing_rows([piece(0, 4), piece(6, 4)], 10) == "rows 4 to 6 of 10"
-    assert missing_rows([piece(0, 4)], 10) == "rows 4 to 10 of 10"
+def test_the_stages_of_a_pipeline_join_slot_by_slot() -> None:
+    first, last = [stage(0, 4, [0]), stage(4, 6, [0])], [stage(0, 4, [1, 2]), stage(4, 6, [1, 2])]
+    assert join([last[1], first[0], first[1], last[0]], IDS, SLOTS) == [*first, *last]
+    assert join([*first, last[0]], IDS, SLOTS) is None
+    assert join(first, IDS, SLOTS) is None
+
+
+def test_what_is_missing_is_named() -> None:
+    assert coverage([], 10, SLOTS).missing == "rows 0 to 10 of 10"
+    assert coverage([piece(0, 4), piece(6, 4)], 10, SLOTS).missing == "rows 4 to 6 of 10"
+    assert coverage([piece(0, 4)], 10, SLOTS).missing == "rows 4 to 10 of 10"
+    assert coverage([stage(0, 10, [0]), stage(0, 10, [2])], 10, SLOTS).missing == "slots [1] of 3"
 
 
 def write(directory: Path, writer: str, *records: object) -> None:
@@ -115,6 +134,15 @@ def test_a_retracted_request_begins_anew(tmp_path: Path) -> None:
     write(tmp_path, "main-0000000a-r0", piece(0, 4), piece(4, 2), piece(0, 8), piece(8, 2))
     journals.poll()
     assert [p.start for p in join(journals.captured["fleetdump/r/a/1"].pieces, IDS, SLOTS) or []] == [0, 8]
+
+
+def test_each_stage_of_a_pipeline_begins_anew_by_itself(tmp_path: Path) -> None:
+    journals = Journals(tmp_path, "main", lambda _: True)
+    write(tmp_path, "main-0000000a-r0", stage(0, 4, [0]), stage(4, 6, [0]))
+    write(tmp_path, "main-0000000a-r1", stage(0, 4, [1, 2]), stage(0, 8, [1, 2]), stage(8, 2, [1, 2]))
+    journals.poll()
+    joined = join(journals.captured["fleetdump/r/a/1"].pieces, IDS, SLOTS) or []
+    assert [(p.start, p.slots) for p in joined] == [(0, [0]), (4, [0]), (0, [1, 2]), (8, [1, 2])]
 
 
 def test_journals_of_all_launches_are_read(tmp_path: Path) -> None:

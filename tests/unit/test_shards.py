@@ -297,7 +297,6 @@ def test_files_are_listed_by_kind_and_foreign_ones_are_not(run: Path) -> None:
     TokenShards(run, DRIVER).close()
     (run / "notes.txt").write_text("mine")
     (run / "norm-main-1f0c77aa.safetensors").symlink_to("/etc/hostname")
-    (run / TAP.status).write_text("{}")
     assert {name: info.kind for name, info in listed(run).items()} == {
         DRIVER.journal: "journal",
         TAP.journal: "journal",
@@ -379,7 +378,8 @@ def written_sample(run: Path) -> ManifestLine:
     ref: TokenRef = with_tokens.add(Rid("r1", "s1", 1), ids, mask)
     with_tokens.close()
     pieces = [
-        ManifestPiece(r.shard, r.name, r.start, r.rows, r.offset, r.bytes, r.crc32) for r in (records[0], records[2])
+        ManifestPiece(r.shard, r.name, r.start, r.rows, r.offset, r.bytes, r.crc32, [0, 1, 2])
+        for r in (records[0], records[2])
     ]
     return ManifestLine(
         id="s1", run="r1", server="main", host="h", attempt=1, tokens=7, supervised=4, ids_sha256=ids_sha256(ids),
@@ -429,13 +429,14 @@ def test_damage_in_a_file_is_found(run: Path, damage: Any, what: str) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"tokens": 8}, "7 of 8 tokens"),
+        ({"tokens": 8}, "rows 7 to 8 of 8 are missing"),
         ({"hidden": 5}, "not as the manifest says"),
         ({"dtype": "BF16"}, "not as the manifest says"),
-        ({"layers": {"input": [1], "output": [0]}}, "not as the manifest says"),
+        ({"layers": {"input": [1], "output": [0]}}, "slots [0, 1, 2] of 2"),
+        ({"layers": {"input": [1, 3, 4], "output": [0, 2, 3]}}, "slots [3] of 4 are missing"),
         ({"ids_sha256": "00"}, "not the sample's ids"),
         ({"supervised": 3}, "supervises 4"),
-        ({"pieces": []}, "0 of 7 tokens"),
+        ({"pieces": []}, "rows 0 to 7 of 7 are missing"),
         ({"token_shard": TokenRef("tokens-main-77aa1f0c-driver-9.safetensors", "a", "b", 1, 2)}, "a is not there"),
         ({"token_shard": TokenRef(DRIVER.shard(0), "s1/1:ids", "s1/1:mask", 1, 2)}, "has CRC-32"),
         ({"token_shard": TokenRef(DRIVER.shard(0), "s1/1:mask", "s1/1:ids", 1, 2)}, "is U8"),
@@ -448,7 +449,10 @@ def test_a_manifest_line_that_promises_something_else_is_found(run: Path, change
 
 def test_gaps_and_foreign_pieces_of_a_sample_are_found(run: Path) -> None:
     line = written_sample(run)
-    reverse = dataclasses.replace(line, pieces=line.pieces[::-1])
+    gap = dataclasses.replace(line, pieces=line.pieces[1:])
+    fewer_slots = [dataclasses.replace(piece, slots=[0, 1]) for piece in line.pieces]
     gone = dataclasses.replace(line, pieces=[dataclasses.replace(line.pieces[0], name="x"), line.pieces[1]])
-    assert any("starts at 4" in str(fault) for fault in verify_samples(run, [reverse]))
+    assert any("rows 0 to 4 of 7 are missing" in str(fault) for fault in verify_samples(run, [gap]))
+    fewer = dataclasses.replace(line, layers={"input": [1], "output": [0]}, pieces=fewer_slots)
+    assert any("not as the manifest says" in str(fault) for fault in verify_samples(run, [fewer]))
     assert any("x is not there" in str(fault) for fault in verify_samples(run, [gone]))
