@@ -7,7 +7,7 @@ import resource
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from fleetdump.agent import engine, patching, patchrecord, procfs
 from fleetdump.agent.arguments import added_arguments
@@ -20,7 +20,7 @@ from fleetdump.agent.neighbours import EngineUser, describe_port_owner, engine_u
 from fleetdump.agent.probes import host
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 from fleetdump.agent.probes.stacks import find_py_spy
-from fleetdump.agent.protocol import AgentFailure, Finding, Interpreter, PatchArgs, PatchSpec, ServerSpec
+from fleetdump.agent.protocol import AgentFailure, Finding, Interpreter, PatchArgs, PatchSpec, ProbeArgs, ServerSpec
 from fleetdump.agent.scrub import proxy_address
 from fleetdump.agent.server import living, readable_records
 
@@ -243,10 +243,33 @@ def check_disk(path: str, need_bytes: int) -> Checked:
     return Checked(findings, {"disk_free_bytes": facts.free_bytes})
 
 
-def check_memory() -> Checked:
-    """Main memory, from /proc/meminfo."""
+def check_capture_memory(args: ProbeArgs) -> Checked:
+    """What the taps of all servers take: one writes for each replica of a server, or group of its attention."""
+    writers = sum(server.dp for server in args.servers)
+    if not writers:
+        return Checked([])
+    ring, device = args.ring_bytes / GIB, args.device_bytes / GIB
+    text = (
+        f"capture takes at most {ring:.1f} GiB of pinned memory for each of {writers} writing processes, and "
+        f"{device:.1f} GiB of its GPU beside SGLang's pool"
+    )
+    free = _memory()[1]
+    if free < writers * args.ring_bytes + LOW_MEMORY:
+        text += f"; {free / GIB:.1f} GiB of memory are available"
+        return Checked([Finding("capture", "warning", text, "set a smaller capture.ring_bytes")])
+    return Checked([Finding("capture", "ok", text)])
+
+
+def _memory() -> Tuple[int, int]:
+    """Bytes of main memory, and how many of them are available, from /proc/meminfo."""
     lines = procfs.parse_fields(procfs.read_text("/proc/meminfo") or "")
     total, free = (int(lines.get(name, "0 kB").split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    return total, free
+
+
+def check_memory() -> Checked:
+    """Main memory."""
+    total, free = _memory()
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB memory available"
     low = free < LOW_MEMORY
     finding = Finding("memory", "warning" if low else "ok", text, "end what uses it" if low else "")

@@ -81,10 +81,6 @@ class Writer:
     def journal(self) -> str:
         return f"journal-{self}.jsonl"
 
-    @property
-    def status(self) -> str:
-        return f"status-{self}.json"
-
     def shard(self, number: int) -> str:
         """Name of this writer's shard ``number`` (from 0) when closed."""
         return f"{self.prefix}-{self}-{number}.safetensors"
@@ -100,7 +96,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class FileName:
-    """A file of a run's capture directory, taken apart. ``kind``: shard, tokens, norm, journal, status."""
+    """A file of a run's capture directory, taken apart. ``kind``: shard, tokens, norm, journal."""
 
     kind: str
     writer: Optional[Writer] = None
@@ -120,7 +116,7 @@ class FileName:
             return cls(match.group(1), writer, int(match.group(3)), part)
         if part:
             return None
-        match = re.match(r"(journal)-(.+)\.jsonl\Z", name) or re.match(r"(status)-(.+)\.json\Z", name)
+        match = re.match(r"(journal)-(.+)\.jsonl\Z", name)
         if match:
             writer = Writer.parse(match.group(2))
             return cls(match.group(1), writer) if writer else None

@@ -22,6 +22,7 @@ from fleetdump.agent.jsonl import encode_line, open_lines, write_all
 from fleetdump.agent.reporter import Reporter
 from fleetdump.agent.schedule import DEATHS_TO_REJECT, Sample, Schedule, backoff
 from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.tapstatus import is_behind, taps_of
 
 log = logging.getLogger("fleetdump.driver")
 
@@ -34,7 +35,7 @@ FREE_OF_CHARGE = ("disk_full", "backpressure", "server_gone")
 class Timing:
     """Seconds. ``turn``: longest wait for a reply before looking at the journals; ``settle``: how long the rows of an
     answered request may stay away while the taps write nothing at all; ``pause``: wait on a full disk; ``probe``:
-    between two looks at a server that is away."""
+    between two looks at a server that is away, or at its taps."""
 
     turn: float = 0.05
     settle: float = 60.0
@@ -101,6 +102,7 @@ class Loop:
         self._paused_until = 0.0
         self._probing = False
         self._next_probe = 0.0
+        self._next_look = 0.0
 
     def run(self) -> None:
         """Work to the end."""
@@ -123,8 +125,9 @@ class Loop:
                 raise
             self._pause(f"{error.filename or self.directory}: {error.strerror}")
         self._look_for_server(time.monotonic())
+        self._look_at_taps(time.monotonic())
         self.reporter.progress.in_flight = len(self.schedule.in_flight)
-        self.reporter.report("running", self.detail, self.committer)
+        self.reporter.report("running", self.detail or self._slowness(), self.committer)
 
     # ------------------------------------------------------------------ what there is to do
     def _read_work(self) -> None:
@@ -333,6 +336,17 @@ class Loop:
             self._probing = True
             self._next_probe = now + self.timing.probe
             self.threads.run(lambda: probe(self.state, self.spec.server, self.spec.capture))
+
+    def _look_at_taps(self, now: float) -> None:
+        """Slow down before a forward has to wait for the disk."""
+        if self.launch is not None and now >= self._next_look:
+            self._next_look = now + self.timing.probe
+            taps = taps_of(self.state, self.spec.server, self.launch.launch_id)
+            self.schedule.mind_disk(is_behind(taps, time.time()))
+
+    def _slowness(self) -> str:
+        allowed = self.schedule.allowed
+        return f"the disk is slower than the server: {allowed:.0%} of the tokens in flight" if allowed < 1.0 else ""
 
     def _take_probe(self, found: Probe) -> None:
         self._probing = False

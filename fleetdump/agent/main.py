@@ -47,6 +47,7 @@ VERB_TABLE: Dict[str, Verb] = {
     "submit": Verb(protocol.SubmitArgs, "drive:submit", mutates=True),
     "follow": Verb(protocol.FollowArgs, "drive:follow"),
     "manifest": Verb(protocol.ManifestArgs, "drive:manifest"),
+    "verify": Verb(protocol.VerifyArgs, "verify:verify"),
     "shards": Verb(protocol.ShardsArgs, "shards:shards"),
     "fetch": Verb(protocol.FetchArgs, "shards:fetch"),
     "clean": Verb(protocol.CleanArgs, "clean:clean", mutates=True),

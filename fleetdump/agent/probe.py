@@ -53,6 +53,7 @@ def questions_for(args: ProbeArgs, ctx: AgentContext) -> List[Question]:
         questions.append(Question("proxy", 5.0, partial(checks.check_proxy, server)))
     if args.capture_dir:
         questions.append(Question("disk", 10.0, partial(checks.check_disk, args.capture_dir, args.need_bytes)))
+        questions.append(Question("capture", 5.0, partial(checks.check_capture_memory, args)))
     questions.append(Question("memory", 5.0, checks.check_memory))
     questions.append(Question("shm", 5.0, partial(checks.check_shm, args.servers)))
     questions.append(Question("gpus", 15.0, partial(checks.check_gpus, args.servers)))

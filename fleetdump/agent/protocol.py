@@ -194,17 +194,30 @@ def models_of(servers: Sequence[ServerSpec], interpreter: Interpreter) -> List[s
     return list(dict.fromkeys(server.model_path for server in servers if server.interpreter == interpreter))
 
 
+FSYNC = ("group", "close", "never")
+"""When a tap makes its files durable."""
+
+
 @dataclass
 class CaptureSpec:
     """What the tap captures. ``layers`` are entry ids: id i is the residual stream that enters layer i (0-based);
-    id L (the number of layers) is the stream after the last layer, before the final norm."""
+    id L (the number of layers) is the stream after the last layer, before the final norm.
+
+    Each process that writes has ``ring_bytes`` of (pinned) host memory for what is not on disk yet, at most
+    ``device_bytes`` of GPU memory to gather a forward in, and ``threads`` writer threads. ``fsync``: ``group`` (a
+    journal line names only what survives a loss of power), ``close`` (only closed shards do) or ``never``. A forward
+    waits for room in the ring at most ``max_wait_seconds``."""
 
     layers: List[int]
     dir: str
     shard_bytes: int = 4 << 30
     header_bytes: int = 256 << 10
     idle_close_seconds: float = 2.0
-    queue_bytes: int = 2 << 30
+    ring_bytes: int = 2 << 30
+    device_bytes: int = 1 << 30
+    threads: int = 8
+    fsync: str = "group"
+    max_wait_seconds: float = 5.0
 
     @property
     def slots(self) -> int:
@@ -353,6 +366,9 @@ class ProbeArgs:
     layers: List[int] = field(default_factory=list)
     """Entry ids that the capture wants, to be checked against the model's number of layers."""
     delivery: str = "in-place"
+    ring_bytes: int = 0
+    device_bytes: int = 0
+    """Memory of each process that writes (``CaptureSpec``)."""
 
 
 @dataclass
@@ -781,6 +797,44 @@ class ManifestResult:
 
 
 @dataclass
+class VerifyArgs:
+    """Read and check what a run (empty: each) has written on this host. ``repair``: finish what dead writers left
+    open first."""
+
+    run: str = ""
+    repair: bool = False
+
+
+@dataclass
+class RunVerification:
+    """What ``verify`` read of one run, and what is wrong with it. ``open``: parts of living writers, right so far;
+    ``torn``: parts that dead writers left (``repaired`` when they were finished). ``faults`` names files."""
+
+    run: str
+    shards: int = 0
+    pieces: int = 0
+    bytes: int = 0
+    samples: int = 0
+    open: List[str] = field(default_factory=list)
+    torn: List[str] = field(default_factory=list)
+    repaired: List[str] = field(default_factory=list)
+    faults: List[str] = field(default_factory=list)
+    more_faults: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is wrong and nothing is left to repair."""
+        return not (self.torn or self.faults)
+
+
+@dataclass
+class VerifyResult:
+    """Every run that was asked for."""
+
+    runs: List[RunVerification]
+
+
+@dataclass
 class ShardsArgs:
     """List closed shards of a run. ``close``: finish the ``.part`` files of writers that are dead."""
 
@@ -858,6 +912,31 @@ class StatusArgs:
 
 
 @dataclass
+class TapStatus:
+    """What one tap of a launched server said last (``servers/<name>/tap-<role>-<pid>.json``): counters since its
+    process began, ``bytes_per_second`` over the last second, ``queue_bytes`` of ``ring_bytes`` wait for the disk.
+    ``slow_down``: forwards wait for the disk, or soon would. ``failing``: nothing was written since ``last_error``."""
+
+    server: str
+    launch_id: str
+    role: str
+    pid: int
+    rows: int
+    bytes: int
+    bytes_per_second: float
+    ring_bytes: int
+    queue_bytes: int
+    slow_down: bool
+    waited_seconds: float
+    skips: Dict[str, int]
+    errors: int
+    last_error: str
+    failing: bool
+    t: float
+    v: int = 1
+
+
+@dataclass
 class StatusResult:
     """Everything of ours on this host."""
 
@@ -866,6 +945,8 @@ class StatusResult:
     shares: List[RunProgress]
     patch: Optional[PatchState] = None
     state_bytes: int = 0
+    taps: List[TapStatus] = field(default_factory=list)
+    """Of the last launch of each server."""
 
 
 @dataclass
@@ -916,6 +997,7 @@ VERBS = (
     "submit",
     "follow",
     "manifest",
+    "verify",
     "shards",
     "fetch",
     "clean",

@@ -1,8 +1,8 @@
 """Which sample to send next. Pure: no clock, no file, no network of its own.
 
 Rules. Long samples first, strictly, so that the run does not end on one long sample and none starves. The tokens in
-flight stay within the budget; a sample longer than that goes alone. What was in flight when the server died is
-suspected of having killed it and is sent one at a time, with nothing beside it.
+flight stay within the budget, or the part of it that the disk keeps up with; a sample longer than that goes alone. What
+was in flight when the server died is suspected of having killed it and is sent one at a time, with nothing beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ MAX_REQUESTS = 256
 
 BACKOFF_SECONDS = (1.0, 5.0, 20.0, 60.0)
 """Pause before the second, third, … attempt."""
+
+SLOWER, FASTER, LEAST_ALLOWED = 0.7, 1.1, 1 / 64
+"""What a look at the taps (one a second) does to the part of the budget that may be in flight, and its least value."""
 
 DEATHS_TO_REJECT = 2
 """A sample that was alone in flight at so many deaths of the server is the cause."""
@@ -51,6 +54,8 @@ class Schedule:
     tokens_in_flight: int = 0
     alone: str = ""
     """Id of the suspect that is being tried."""
+    allowed: float = 1.0
+    """Part of the budget that may be in flight."""
     _ticket: int = 0
 
     @classmethod
@@ -91,12 +96,17 @@ class Schedule:
         """Send it once more, alone."""
         self.suspects.append(sample)
 
+    def mind_disk(self, behind: bool) -> None:
+        """Send less while the disk is behind, slowly more again when it is not."""
+        factor = SLOWER if behind else FASTER
+        self.allowed = min(1.0, max(LEAST_ALLOWED, self.allowed * factor))
+
     def idle(self) -> bool:
         """Nothing waits and nothing is in flight."""
         return not (self.waiting or self.retries or self.suspects or self.in_flight)
 
     def _fits(self, sample: Sample) -> bool:
-        return not self.in_flight or self.tokens_in_flight + sample.tokens <= self.token_budget
+        return not self.in_flight or self.tokens_in_flight + sample.tokens <= self.allowed * self.token_budget
 
     def _fly(self, sample: Sample) -> Sample:
         self.in_flight[sample.id] = sample

@@ -134,8 +134,6 @@ def _list(directory: Path) -> List[ShardInfo]:
     digests = _digests(directory)
     infos = []
     for path, name in names:
-        if name.kind == "status":
-            continue
         try:
             size = path.stat().st_size
         except FileNotFoundError:  # a living writer closed it meanwhile

@@ -23,6 +23,7 @@ from fleetdump.agent.protocol import (
 from fleetdump.agent.scrub import scrub
 from fleetdump.agent.server import server_states
 from fleetdump.agent.share import runs_of, shares_of
+from fleetdump.agent.tapstatus import taps_of
 
 BLOCK = 1 << 20
 POLL = 0.2
@@ -31,12 +32,14 @@ POLL = 0.2
 # --------------------------------------------------------------------------- status
 def status(args: StatusArgs, ctx: AgentContext) -> StatusResult:
     """Servers, runs and, with ``args.interpreter``, the patch of that engine. Changes nothing, makes no directory."""
+    servers = server_states(ctx.state)
     return StatusResult(
         hostname=os.uname().nodename,
-        servers=server_states(ctx.state),
+        servers=servers,
         shares=progress_of_all(ctx.state),
         patch=_patch_state(args.interpreter, ctx) if args.interpreter else None,
         state_bytes=tree_bytes(ctx.state.root),
+        taps=[tap for server in servers for tap in taps_of(ctx.state, server.name, server.launch_id)],
     )
 
 

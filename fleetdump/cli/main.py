@@ -22,6 +22,7 @@ from fleetdump.cli.revert import revert
 from fleetdump.cli.selfcheck import selfcheck
 from fleetdump.cli.status import status
 from fleetdump.cli.stop import stop
+from fleetdump.cli.verify import verify
 from fleetdump.errors import ExitCode, FleetdumpError, of_local_file
 from fleetdump.views.console import err, print_error
 
@@ -64,6 +65,7 @@ for _command in (
     logs,
     diagnose,
     extract,
+    verify,
     collect,
     stop,
     revert,

@@ -3,59 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from fleetdump.agent.formats import (
-    FileName,
-    FormatError,
-    ManifestLine,
-    PieceRecord,
-    ShardRecord,
-    coverage,
-)
-from fleetdump.agent.jsonl import read_journal
+from fleetdump.agent.formats import FileName, FormatError, ManifestLine, coverage
+from fleetdump.agent.shardcheck import Fault, JournalIndex, verify_shard
 from fleetdump.agent.tensorfile import Header, Tensor, crc32, read_header, tensor_bytes
-
-BLOCK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is wrong with a file: ``file`` is its name, ``what`` says what and where in it."""
-
-    file: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.what}"
-
-
-@dataclass
-class JournalIndex:
-    """What the journals of one directory say: pieces by shard in the order of their offsets, and closed shards."""
-
-    pieces: dict[str, list[PieceRecord]] = field(default_factory=lambda: defaultdict(list))
-    closed: dict[str, ShardRecord] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, directory: Path) -> JournalIndex:
-        """Read every journal in ``directory``. Raises ``FormatError``, ``OSError``."""
-        index = cls()
-        for path in sorted(directory.glob("journal-*.jsonl")):
-            for record in read_journal(path)[0]:
-                if isinstance(record, PieceRecord):
-                    index.pieces[record.shard].append(record)
-                elif isinstance(record, ShardRecord):
-                    index.closed[record.shard] = record
-        for pieces in index.pieces.values():
-            pieces.sort(key=lambda piece: piece.offset)
-        return index
 
 
 @dataclass
@@ -117,22 +73,6 @@ def verify_directory(directory: Path) -> Verification:
     return result
 
 
-def verify_shard(path: Path, closed: ShardRecord, pieces: Sequence[PieceRecord]) -> list[Fault]:
-    """Size, SHA-256, header and the CRC-32 of every piece of one shard; empty when all is well."""
-    try:
-        size = path.stat().st_size
-        if size != closed.bytes:
-            return [Fault(path.name, f"has {size} bytes, its journal says {closed.bytes}")]
-        with open(path, "rb") as file:
-            header = read_header(file, path.name)
-            faults = _compare_header(path.name, header, pieces)
-            return faults or _verify_bytes(path.name, file, header, closed, pieces)
-    except FileNotFoundError:
-        return [Fault(path.name, "is missing")]
-    except FormatError as error:
-        return [Fault(path.name, str(error).removeprefix(f"{path.name}: "))]
-
-
 def verify_samples(directory: Path, lines: Iterable[ManifestLine]) -> list[Fault]:
     """Check that what each manifest line names stands in the shards' headers, covers the sample's tokens without gap
     and has the promised shape. It reads headers, ids and masks; the pieces' bytes are ``verify_shard``'s."""
@@ -147,38 +87,6 @@ def verify_samples(directory: Path, lines: Iterable[ManifestLine]) -> list[Fault
         for reader in readers.values():
             if reader is not None:
                 reader.__exit__(None, None, None)
-    return faults
-
-
-def _compare_header(name: str, header: Header, pieces: Sequence[PieceRecord]) -> list[Fault]:
-    in_header = {(t.name, t.dtype, tuple(t.shape), t.offset, t.bytes) for t in header.tensors}
-    in_journal = {(p.name, p.dtype, tuple(p.shape), p.offset, p.bytes) for p in pieces}
-    faults = [
-        Fault(name, f"{extra[0]} is in the header, not in the journal") for extra in sorted(in_header - in_journal)
-    ]
-    return faults + [
-        Fault(name, f"{lost[0]} is in the journal, not in the header") for lost in sorted(in_journal - in_header)
-    ]
-
-
-def _verify_bytes(
-    name: str, file: BinaryIO, header: Header, closed: ShardRecord, pieces: Sequence[PieceRecord]
-) -> list[Fault]:
-    """One pass over the file: its SHA-256 and each piece's CRC-32."""
-    faults = []
-    file.seek(0)
-    digest = hashlib.sha256(file.read(header.data_start))
-    for piece in pieces:
-        left, checksum = piece.bytes, 0
-        while left:
-            block = file.read(min(left, BLOCK_BYTES))
-            digest.update(block)
-            checksum = zlib.crc32(block, checksum)
-            left -= len(block)
-        if checksum != piece.crc32:
-            faults.append(Fault(name, f"{piece.name} has CRC-32 {checksum:08x}, its journal says {piece.crc32:08x}"))
-    if digest.hexdigest() != closed.sha256:
-        faults.append(Fault(name, f"has SHA-256 {digest.hexdigest()}, its journal says {closed.sha256}"))
     return faults
 
 

@@ -23,7 +23,11 @@ class CaptureConfig:
     shard_bytes: int = CaptureSpec.shard_bytes
     header_bytes: int = CaptureSpec.header_bytes
     idle_close_seconds: float = CaptureSpec.idle_close_seconds
-    queue_bytes: int = CaptureSpec.queue_bytes
+    ring_bytes: int = CaptureSpec.ring_bytes
+    device_bytes: int = CaptureSpec.device_bytes
+    threads: int = CaptureSpec.threads
+    fsync: str = CaptureSpec.fsync
+    max_wait_seconds: float = CaptureSpec.max_wait_seconds
 
     def spec(self) -> CaptureSpec:
         """The same with entry ids, as the tap wants it. Raises ``UsageError`` when nothing is to be captured."""
@@ -40,7 +44,11 @@ class CaptureConfig:
             shard_bytes=self.shard_bytes,
             header_bytes=self.header_bytes,
             idle_close_seconds=self.idle_close_seconds,
-            queue_bytes=self.queue_bytes,
+            ring_bytes=self.ring_bytes,
+            device_bytes=self.device_bytes,
+            threads=self.threads,
+            fsync=self.fsync,
+            max_wait_seconds=self.max_wait_seconds,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from yaml.nodes import Node
 
-from fleetdump.agent.protocol import PHASES
+from fleetdump.agent.protocol import FSYNC, PHASES
 from fleetdump.hostpatterns import Destination, PatternError, is_address, is_user_name
 from fleetdump.inventory.servers import bounded, interpreter, parse_servers
 from fleetdump.yamlmarks import Parser, Reader, Schema, line_of
@@ -83,6 +83,10 @@ def _layer_ids(reader: Reader, node: Node, what: str) -> str:
     return reader.choice(node, what, LAYER_IDS)
 
 
+def _fsync(reader: Reader, node: Node, what: str) -> str:
+    return reader.choice(node, what, FSYNC)
+
+
 def _layers(reader: Reader, node: Node, what: str) -> tuple[int, ...]:
     layers: list[int] = []
     for n, item in enumerate(reader.items(node, what)):
@@ -113,7 +117,11 @@ CAPTURE: Schema = {
     "shard_bytes": _sized(1024 * _KiB),
     "header_bytes": _sized(4 * _KiB),
     "idle_close_seconds": Reader.seconds,
-    "queue_bytes": _sized(1024 * _KiB),
+    "ring_bytes": _sized(1024 * _KiB),
+    "device_bytes": _sized(1024 * _KiB),
+    "threads": bounded(1, 64),
+    "fsync": _fsync,
+    "max_wait_seconds": Reader.seconds,
 }
 SETTINGS: Schema = {
     "user": _user,

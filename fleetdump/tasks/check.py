@@ -21,5 +21,7 @@ def check(host: Host, patch: PatchSpec | None = None, need_bytes: int = 0, deliv
         need_bytes=need_bytes,
         layers=config.capture.spec().layers if config.capture.layers else [],
         delivery=delivery,
+        ring_bytes=config.capture.ring_bytes,
+        device_bytes=config.capture.device_bytes,
     )
     return host.call(args, ProbeResult, verb="probe", deadline=PROBE_DEADLINE)

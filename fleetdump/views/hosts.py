@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from fleetdump.agent.protocol import AuditResult, Finding, ProbeResult, StatusResult
+from fleetdump.agent.protocol import AuditResult, Finding, ProbeResult, StatusResult, TapStatus, VerifyResult
 from fleetdump.diagnosis import Verdict
 from fleetdump.hostpatterns import compress
 from fleetdump.tasks.deploy import DeployReport, ServerReport
@@ -93,12 +93,27 @@ def show_status(host: str, status: StatusResult) -> None:
             + (", patched by the import hook" if lives and server.delivery == "import-hook" else "")
             + (f": {quoted(server.detail)}" if server.detail else "")
         )
+    living = {server.launch_id for server in status.servers if server.state in ("starting", "ready")}
+    for tap in status.taps:
+        if tap.launch_id in living:
+            out.print(f"  tap {quoted(tap.server)} {quoted(tap.role)}: {_tap(tap)}")
     for share in status.shares:
         out.print(
             f"  run {quoted(share.run)} on {quoted(share.server)}: {share.state}, {share.done}/{share.samples} samples,"
             f" {share.tokens_per_second:.0f} tok/s, {size(share.bytes_written)}"
             + (f"; {quoted(share.detail)}" if share.detail else "")
         )
+
+
+def _tap(tap: TapStatus) -> str:
+    skips = ", ".join(f"{count} {reason}" for reason, count in sorted(tap.skips.items()))
+    full = tap.queue_bytes / tap.ring_bytes if tap.ring_bytes else 0.0
+    return (
+        f"{size(tap.bytes)} written, {size(int(tap.bytes_per_second))}/s, ring {full:.0%} full"
+        + (f", forwards waited {duration(tap.waited_seconds)}" if tap.waited_seconds else "")
+        + (f"; skipped: {quoted(skips)}" if skips else "")
+        + (f"; [bold red]writes nothing[/]: {quoted(tap.last_error)}" if tap.failing else "")
+    )
 
 
 def _selfcheck(outcome: str) -> str:
@@ -116,6 +131,27 @@ def show_audit(host: str, audit: AuditResult) -> None:
         name = on_what.get("name", "") if isinstance(on_what, dict) else str(on_what)
         what = f"{entry.operator or '?'}  {entry.verb} {name}".rstrip()
         out.print(f"  {began}  {quoted(what)}  {outcome}")
+
+
+# --------------------------------------------------------------------------- verify
+def show_verification(host: str, result: VerifyResult) -> None:
+    """What was read of each run, and each fault."""
+    for one in result.runs:
+        state = "[green]whole[/]" if one.is_whole else "[bold red]not whole[/]"
+        out.print(
+            f"[bold]{quoted(host)}[/]  run {quoted(one.run)}: {state}; {one.samples} samples, {one.shards} shards,"
+            f" {one.pieces} pieces, {size(one.bytes)}"
+            + (f"; {_count(len(one.open), 'shard')} still written to" if one.open else "")
+            + (f"; repaired {quoted(', '.join(one.repaired))}" if one.repaired else "")
+        )
+        for name in one.torn:
+            out.print(f"  torn: {quoted(name)}; `fleetdump verify --repair` closes it")
+        for fault in one.faults:
+            out.print(f"  [red]fault[/]: {quoted(fault)}")
+        if one.more_faults:
+            out.print(f"  and {one.more_faults} more faults")
+    if not result.runs:
+        out.print(f"[bold]{quoted(host)}[/]  no run has written here")
 
 
 # --------------------------------------------------------------------------- deploy

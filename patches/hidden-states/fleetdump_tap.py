@@ -3,7 +3,7 @@
 The patch puts ``before_layer`` at the head of the loop and ``after_layers`` behind it. Both do nothing unless the
 environment variable FLEETDUMP_TAP_CONFIG named a ``tap.json`` when this module was imported. Armed, they copy the
 residual stream at the chosen layers and before the final norm, for prompt rows of requests whose rid is fleetdump's,
-and hand them to the writer thread of ``fleetdump_tapfiles``.
+into the buffers of ``fleetdump_tapblock``, from which the writer threads of ``fleetdump_tapfiles`` take them.
 
 Law: the model's results stay what they were, no exception leaves this module, the forward's thread does no file I/O,
 and whether a collective runs is decided from what all tensor-parallel ranks of a pipeline stage have in common.
@@ -20,11 +20,13 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
-from fleetdump_tapfiles import Config, Norm, Piece, Skip, TapWriter
+from fleetdump_tapblock import Block, Blocks, NoRoomError, Rows, dtype_name
+from fleetdump_tapfiles import TapWriter
 from fleetdump_taplayout import (
     PREFILL_GRAPH,
     UNKNOWN_PLACE,
@@ -32,12 +34,14 @@ from fleetdump_taplayout import (
     batch_refusal,
     is_capturing_graph,
     is_compiling,
+    largest_forward,
     layout,
     prompt_mode,
     refusal,
     stage_of,
     sums_over_replicas,
 )
+from fleetdump_taprecords import Config, Norm, Skip
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +51,12 @@ logger = logging.getLogger(__name__)
 CONFIG_VARIABLE = "FLEETDUMP_TAP_CONFIG"
 MARK = "fleetdump-tap 1"
 RID = re.compile(r"fleetdump/[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[^/]+/[1-9][0-9]{0,8}\Z")
+OUR_RID = "fleetdump/"
 SELFCHECK_RID = "fleetdump/selfcheck-"
 RANKS = "ranks"
 """Folder in a self-check's run for what ranks write that do not write otherwise."""
+RANKS_BYTES = 256 << 20
+"""What such ranks have for each of their buffers: a self-check is small."""
 REMEMBERED_REQUESTS = 1 << 16
 """How many rids' next positions are kept, to join the chunks of a prompt."""
 
@@ -64,7 +71,7 @@ def before_layer(
 ) -> None:
     """Called before each layer. The stream is ``hidden_states + residual``, or ``snapshot(hidden_states,
     forward_batch)`` on releases that keep the residual in ``forward_batch``."""
-    if _tap is not None:
+    if _tap is not None and (forward_batch is not _tap.seen or layer_id in _tap.wanted):
         _tap.before_layer(model, layer_id, _Stream(hidden_states, forward_batch, residual, snapshot))
 
 
@@ -76,8 +83,10 @@ def after_layers(
     snapshot: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> None:
     """Called behind the loop, before the final norm; arguments as in ``before_layer``."""
-    if _tap is not None:
+    if _tap is not None and (forward_batch is not _tap.seen or _tap.is_capturing):
         _tap.after_layers(model, _Stream(hidden_states, forward_batch, residual, snapshot))
+    elif _tap is not None:
+        _tap.seen = None
 
 
 def note_requests(batch: Any) -> None:
@@ -133,16 +142,16 @@ class _Forward:
     requests: list[_Rows]
     refused: tuple[str, str] | None
     failed: tuple[str, str] | None = None
-    block: torch.Tensor | None = None
-    filled: set[int] = field(default_factory=set)
+    block: Block | None = None
+
+    @cached_property
+    def needed(self) -> int:
+        """Rows that the stream must have."""
+        return max(request.first + request.rows for request in self.requests)
 
     @property
     def failure(self) -> tuple[str, str] | None:
         return self.refused or self.failed
-
-    @property
-    def rows(self) -> int:
-        return sum(request.rows for request in self.requests)
 
 
 class _Tap:
@@ -154,12 +163,21 @@ class _Tap:
         self._place = UNKNOWN_PLACE
         self._stage = Stage([], {}, True)
         self._writer: TapWriter | None = None
+        self._blocks = Blocks(config, [])
         self._refusal = ""
         self._forward: _Forward | None = None
-        self._batch: Any = None
+        self.seen: Any = None
+        """The ForwardBatch whose loop is running, once it was looked at."""
+        self.wanted: dict[int, int] = {}
+        """Slots by the layer before which they are taken; none in a forward that is not captured."""
         self._next: OrderedDict[str, int] = OrderedDict()
         self._noted: tuple[Any, list[str]] | None = None
         """The scheduler's newest batch: its ``prefix_lens``, which the ForwardBatch shares, and its rids."""
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the forward whose loop is running has something of ours, or a sum to take part in."""
+        return self._forward is not None
 
     def note_requests(self, batch: Any) -> None:
         try:
@@ -169,13 +187,13 @@ class _Tap:
 
     def before_layer(self, model: Any, layer_id: int, stream: _Stream) -> None:
         forward = self._current(model, stream.forward_batch)
-        slot = self._stage.before.get(layer_id)
+        slot = self.wanted.get(layer_id)
         if forward is not None and slot is not None:
             self._capture(forward, slot, stream)
 
     def after_layers(self, model: Any, stream: _Stream) -> None:
         forward = self._current(model, stream.forward_batch)
-        self._forward = self._batch = None
+        self._forward = self.seen = None
         if forward is None:
             return
         if self._stage.last:
@@ -202,8 +220,8 @@ class _Tap:
     def _current(self, model: Any, batch: Any) -> _Forward | None:
         if is_compiling():
             return None
-        if batch is not self._batch:
-            self._batch, self._forward = batch, None
+        if batch is not self.seen:
+            self.seen, self._forward = batch, None
             if not self._armed:
                 self._arm(model)
             try:
@@ -211,6 +229,7 @@ class _Tap:
             except Exception as error:
                 # Everything up to here depends on what all ranks have in common, so they all come here.
                 logger.error("fleetdump-tap: %r", error)
+            self.wanted = self._stage.before if self._forward is not None else {}
         return self._forward
 
     def _arm(self, model: Any) -> None:
@@ -221,11 +240,23 @@ class _Tap:
             self._refusal = refusal(model, place, self._config.layers)
             if not self._refusal:
                 self._stage = stage_of(model, place, self._config.layers)
+            self._make_blocks(model)
             if place.attn_tp_rank == 0:
                 self._open_writer(_norm(model) if place.is_last_stage else None)
         except Exception as error:
             self._refusal = repr(error)
         self._say(f"refused ({self._refusal})" if self._refusal else "armed", model)
+
+    def _make_blocks(self, model: Any) -> None:
+        """The buffers, allocated at once where it is known what for: pinning memory takes a second, and the first
+        forward is a warm-up."""
+        place, writes = self._place, self._place.attn_tp_rank == 0
+        size = RANKS_BYTES if not writes else 0
+        config = replace(self._config, ring_bytes=size, device_bytes=size) if size else self._config
+        self._blocks = Blocks(config, self._stage.slots, largest_forward())
+        if writes and place.is_last_stage and not self._refusal:
+            weight = model.norm.weight
+            self._blocks.allocate(weight.device, weight.dtype, weight.shape[-1])
 
     def _say(self, what: str, model: Any) -> None:
         place, layers = self._place, json.dumps(self._config.layers, separators=(",", ":"))
@@ -236,13 +267,15 @@ class _Tap:
     def _open_writer(self, norm: Norm | None = None) -> TapWriter:
         """This rank's writer. Ranks that do not write make one for the first request of a self-check."""
         folder = "" if self._place.attn_tp_rank == 0 else RANKS
-        self._writer = TapWriter(self._config, self._place.rank, norm, folder)
+        self._writer = TapWriter(self._config, self._place.rank, norm, folder, self._blocks.gauge)
         Finalize(None, self._writer.stop, exitpriority=100)
         return self._writer
 
     def _begin(self, model: Any, batch: Any) -> _Forward | None:
         """What is ours in this forward. Whether there is a forward at all to take part in follows from facts that all
         ranks share that a sum of it may run over; ``requests`` are those whose rows this rank writes."""
+        if self._is_nobodys(batch):
+            return None
         has_prompts = prompt_mode(batch)
         if has_prompts and is_capturing_graph() and not self._refusal:
             self._refusal = PREFILL_GRAPH
@@ -261,6 +294,13 @@ class _Tap:
         if self._place.attn_tp_rank != 0:
             requests = [request for request in requests if request.rid.startswith(SELFCHECK_RID)]
         return _Forward(batch, requests, ("capture_error", why) if why else None)
+
+    def _is_nobodys(self, batch: Any) -> bool:
+        """Whether the scheduler made this batch of others' requests alone, which all ranks see alike: the usual case on
+        a server that is not ours alone, so it is told first."""
+        rids: list[str] = getattr(batch, "rids", None) or []
+        whole = self._place.attn_dp_size == 1 and bool(rids)
+        return whole and not any(rid.startswith(OUR_RID) for rid in rids)
 
     def _requests(self, batch: Any) -> list[_Rows]:
         """Our requests in this batch, from what the ranks of an attention group have in common."""
@@ -292,45 +332,38 @@ class _Tap:
             forward.failed = ("capture_error", repr(error))
 
     def _copy(self, forward: _Forward, slot: int, value: torch.Tensor) -> None:
-        needed = max(request.first + request.rows for request in forward.requests)
-        if value.dim() != 2 or value.shape[0] < needed:
-            forward.failed = ("rows_mismatch", f"the stream is {list(value.shape)}, the batch has {needed} tokens")
+        if value.dim() != 2 or value.shape[0] < forward.needed:
+            why = f"the stream is {list(value.shape)}, the batch has {forward.needed} tokens"
+            forward.failed = ("rows_mismatch", why)
             return
-        if forward.block is None:
-            forward.block = value.new_empty((forward.rows, len(self._stage.slots), value.shape[1]))
-        at, place = 0, self._stage.slots.index(slot)
-        for request in forward.requests:
-            forward.block[at : at + request.rows, place] = value[request.first : request.first + request.rows]
-            at += request.rows
-        forward.filled.add(slot)
+        try:
+            if forward.block is None:
+                ranges = [(request.first, request.rows) for request in forward.requests]
+                forward.block = self._blocks.begin(ranges, value)
+            self._blocks.fill(forward.block, slot, value)
+        except NoRoomError as error:
+            forward.failed = (error.reason, str(error))
 
     def _hand_over(self, forward: _Forward, writer: TapWriter) -> None:
-        """Copy the block to the CPU and queue its pieces."""
-        failure = forward.failure
-        if failure is None and len(forward.filled) != len(self._stage.slots):
-            failure = ("capture_error", f"of {len(self._stage.slots)} layers the loop ran {len(forward.filled)}")
-        if failure is not None or forward.block is None:
+        """Begin to copy the block to the host, for the writers."""
+        failure, block = forward.failure, forward.block
+        if failure is None and (block is None or not self._blocks.is_whole(block)):
+            ran = len(block.filled) if block is not None else 0
+            failure = ("capture_error", f"of {len(self._stage.slots)} layers the loop ran {ran}")
+        if failure is not None or block is None:
             self._skip_all(forward, writer, failure or ("capture_error", "no layer was captured"))
             return
-        block, ids = forward.block.cpu(), forward.batch.input_ids.cpu()
-        pieces, skips, at = [], [], 0
+        wanted, skips, at = [], [], 0
         for request in forward.requests:
-            rows = block[at : at + request.rows]
-            at += request.rows
-            if self._is_repeat(request):
-                continue
             if not self._continues(request):
                 skips.append(Skip(request.rid, "prefix_missing", f"rows begin at {request.start}"))
             elif request.rows:
-                pieces.append(
-                    _piece(request, rows, ids[request.first : request.first + request.rows], self._stage.slots)
-                )
-        writer.put(pieces)
+                wanted.append(Rows(request.rid, at, request.rows, request.start))
+            at += request.rows
+        for rows in self._blocks.hand_over(block, forward.batch.input_ids, wanted, writer.take):
+            self._next.pop(rows.rid, None)
+            skips.append(Skip(rows.rid, "backpressure", self._blocks.no_room()))
         writer.skip(skips)
-
-    def _is_repeat(self, request: _Rows) -> bool:
-        """Whether these rows were captured before: a retracted request goes on where a prefix cache still has it."""
-        return request.start > 0 and request.start + request.rows <= self._next.get(request.rid, 0)
 
     def _continues(self, request: _Rows) -> bool:
         """Whether these rows follow on what was captured of the request. Position 0 begins anew (a retracted request
@@ -349,25 +382,6 @@ class _Tap:
         writer.skip([Skip(request.rid, *why) for request in forward.requests])
 
 
-def _piece(request: _Rows, rows: torch.Tensor, ids: torch.Tensor, slots: list[int]) -> Piece:
-    import torch
-
-    return Piece(
-        rid=request.rid,
-        start=request.start,
-        dtype=_dtype_name(rows),
-        shape=list(rows.shape),
-        slots=slots,
-        ids=ids.to(torch.int32).numpy().tobytes(),
-        data=memoryview(rows.view(torch.uint8).numpy()).cast("B"),
-    )
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    """Name of the dtype in safetensors; ``KeyError`` for one that hidden states never have."""
-    return {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}[str(tensor.dtype)]
-
-
 def _norm(model: Any) -> Norm:
     """The final norm as ``rms(x) * weight``; Gemma's kind, which multiplies by 1 + weight, too."""
     import torch
@@ -375,7 +389,9 @@ def _norm(model: Any) -> Norm:
     weight = model.norm.weight.detach().cpu().contiguous()
     if type(model.norm).__name__ == "GemmaRMSNorm":
         weight = weight.float() + 1.0  # float32: 1 + weight in 16 bits would round
-    return Norm(weight.view(torch.uint8).numpy().tobytes(), _dtype_name(weight), float(model.norm.variance_epsilon))
+    return Norm(
+        weight.view(torch.uint8).numpy().tobytes(), dtype_name(weight.dtype), float(model.norm.variance_epsilon)
+    )
 
 
 def _load() -> _Tap | None:

@@ -131,6 +131,13 @@ def refusal(model: Any, place: Layout, layers: list[int]) -> str:
     return f"rows are split over the ranks at layers {scattered}" if scattered else ""
 
 
+def largest_forward() -> int:
+    """The most rows that one forward of this server can have, 0 when nobody knows."""
+    args = _server_args()
+    chunk = getattr(args, "chunked_prefill_size", None) or 0
+    return int(chunk if chunk > 0 else getattr(args, "max_prefill_tokens", None) or 0)
+
+
 def _replays_prefill(args: Any) -> bool:
     """Whether prefill runs from CUDA graphs: the default from 0.5.10 on."""
     config = getattr(args, "cuda_graph_config", None)  # from 0.5.14
@@ -186,4 +193,4 @@ def is_capturing_graph() -> bool:
     """Whether the forward is being recorded into a CUDA graph."""
     import torch
 
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

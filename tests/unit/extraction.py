@@ -31,6 +31,8 @@ LAYERS = [1, 3]
 class StandIn:
     """A host with one server, ``main``, that is a stand-in process: start it, kill it, set its faults."""
 
+    program = "standin.py"
+
     def __init__(self, tmp: Path):
         self.tmp = tmp
         self.state = State(tmp / "state")
@@ -52,7 +54,7 @@ class StandIn:
         self.launch_id = secrets.token_hex(4)
         self._write_config(self.launch_id)
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("standin.py")), str(self.config)]
+            [sys.executable, str(Path(__file__).with_name(self.program)), str(self.config)]
             + (["--api-key", api_key] if api_key else []),
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )

@@ -18,6 +18,7 @@ COMMANDS = (
     "logs",
     "diagnose",
     "extract",
+    "verify",
     "collect",
     "stop",
     "revert",

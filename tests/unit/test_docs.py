@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fleetdump.agent import formats, healthy, lock, patchrecord, server, share
+from fleetdump.agent import formats, healthy, lock, patchrecord, protocol, server, share
 from fleetdump.agent.protocol import from_json, to_json
 from fleetdump.ledger import SCHEMA
 from fleetdump.worker import tokenise
@@ -24,8 +24,8 @@ EXAMPLES = re.findall(r"^```json ?([^\n]*)\n(.*?)^```$", TEXT, re.MULTILINE | re
 
 
 def tap_config() -> type:
-    path = ROOT / "patches" / "hidden-states" / "fleetdump_tapfiles.py"
-    spec = importlib.util.spec_from_file_location("tapfiles_of_docs", path)
+    path = ROOT / "patches" / "hidden-states" / "fleetdump_taprecords.py"
+    spec = importlib.util.spec_from_file_location("taprecords_of_docs", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -38,7 +38,7 @@ def tap_config() -> type:
 def record_classes() -> dict[str, Any]:
     modules = (formats, healthy, lock, patchrecord, server, share)
     found = {name: kind for module in modules for name, kind in vars(module).items() if dataclasses.is_dataclass(kind)}
-    return {**found, "WorkHead": tokenise.WorkHead, "Config": tap_config()}
+    return {**found, "WorkHead": tokenise.WorkHead, "Config": tap_config(), "TapStatus": protocol.TapStatus}
 
 
 @pytest.mark.parametrize(("name", "text"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
@@ -60,7 +60,16 @@ def test_every_record_that_is_written_has_an_example() -> None:
         "Row",
         "Holder",
     }
-    wanted |= {"HealthyStart", "ServerRecord", "ShareSpec", "DriverRecord", "WorkHead", "Config", "PatchRecord"}
+    wanted |= {
+        "HealthyStart",
+        "ServerRecord",
+        "ShareSpec",
+        "DriverRecord",
+        "WorkHead",
+        "Config",
+        "PatchRecord",
+        "TapStatus",
+    }
     assert {name for name, _ in EXAMPLES} == wanted
 
 
@@ -78,7 +87,8 @@ def test_every_agent_module_is_either_shared_or_forbidden_to_the_controller() ->
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     contract = text[text.index("the controller sees only the agent's shared modules") :].split("[[tool.")[0]
     forbidden = set(re.findall(r"fleetdump\.agent\.(\w+)", contract.partition("forbidden_modules")[2]))
-    shared = {"protocol", "formats", "jsonl", "tensorfile", "evidence_types", "evidence_files", "scrub", "unidiff"}
+    shared = {"protocol", "formats", "jsonl", "tensorfile", "shardcheck", "unidiff", "scrub"}
+    shared |= {"evidence_types", "evidence_files"}
     agent = ROOT / "fleetdump" / "agent"
     modules = {path.stem for path in agent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert forbidden | shared == modules - {"__init__"}

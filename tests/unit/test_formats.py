@@ -64,7 +64,6 @@ def test_file_names_say_who_wrote_them(server: str, role: str) -> None:
     assert FileName.parse(writer.shard(12)) == FileName(writer.prefix, writer, 12)
     assert FileName.parse(writer.shard(3) + ".part") == FileName(writer.prefix, writer, 3, part=True)
     assert FileName.parse(writer.journal) == FileName("journal", writer)
-    assert FileName.parse(writer.status) == FileName("status", writer)
     assert FileName.parse(norm_name(server, "1f0c77aa")) == FileName("norm")
 
 

@@ -172,7 +172,11 @@ def test_the_tap_gets_its_settings_by_file(server: ServerSpec, ctx: AgentContext
         "shard_bytes": 4 << 30,
         "header_bytes": 256 << 10,
         "idle_close_seconds": 2.0,
-        "queue_bytes": 2 << 30,
+        "ring_bytes": 2 << 30,
+        "device_bytes": 1 << 30,
+        "threads": 8,
+        "fsync": "group",
+        "max_wait_seconds": 5.0,
     }
     assert (tmp_path / "made" / "hs").stat().st_mode & 0o777 == 0o700
 

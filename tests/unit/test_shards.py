@@ -297,7 +297,6 @@ def test_files_are_listed_by_kind_and_foreign_ones_are_not(run: Path) -> None:
     TokenShards(run, DRIVER).close()
     (run / "notes.txt").write_text("mine")
     (run / "norm-main-1f0c77aa.safetensors").symlink_to("/etc/hostname")
-    (run / TAP.status).write_text("{}")
     assert {name: info.kind for name, info in listed(run).items()} == {
         DRIVER.journal: "journal",
         TAP.journal: "journal",

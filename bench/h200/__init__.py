@@ -1,0 +1,1 @@
+"""What a measurement on a GPU needs beside ``bench.capture_overhead``."""

@@ -1,0 +1,18 @@
+"""``fleetdump verify``: is what the runs wrote on a host there and right?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fleetdump.agent.protocol import VerifyArgs, VerifyResult
+from fleetdump.fleet import Host
+from fleetdump.tasks._task import task
+
+DEADLINE = 7 * 86400.0
+
+
+@task
+def verify(host: Host, run: str, repair: bool, on_event: Callable[[dict[str, Any]], None]) -> VerifyResult:
+    """Check every byte of ``run`` (empty: of each run) where it lies; ``repair``: finish torn shards first."""
+    return host.call(VerifyArgs(run, repair), VerifyResult, verb="verify", on_event=on_event, deadline=DEADLINE)

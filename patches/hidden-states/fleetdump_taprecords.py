@@ -1,0 +1,150 @@
+"""What the parts of the tap tell one another: its configuration, pieces of a capture, and why there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+FSYNC = ("group", "close", "never")
+
+
+@dataclass
+class Config:
+    """``tap.json``, written by fleetdump's agent when it launches the server; docs/formats.md says what each is."""
+
+    server: str
+    launch_id: str
+    layers: list[int]
+    dir: str
+    shard_bytes: int
+    header_bytes: int
+    idle_close_seconds: float
+    ring_bytes: int
+    ranks: int
+    device_bytes: int = 1 << 30
+    threads: int = 8
+    fsync: str = "group"
+    max_wait_seconds: float = 5.0
+    status_dir: str = ""
+    v: int = 1
+
+    @classmethod
+    def load(cls, path: str) -> Config:
+        """Raises ``OSError``, ``ValueError`` or ``TypeError`` when the file is not a configuration of this version."""
+        config = cls(**json.loads(Path(path).read_text()))
+        config.status_dir = config.status_dir or str(Path(path).parent)
+        if config.v != 1:
+            raise ValueError(f"{path}: version {config.v}")
+        if config.fsync not in FSYNC or config.threads < 1:
+            raise ValueError(f"{path}: fsync {config.fsync!r}, {config.threads} threads")
+        return config
+
+
+@dataclass
+class Norm:
+    """The model's final norm: ``weight`` is the bytes of a ``[hidden]`` tensor of ``dtype``."""
+
+    weight: bytes
+    dtype: str
+    eps: float
+
+
+@dataclass(slots=True)
+class Piece:
+    """Rows of one request from one forward: ``data`` is the bytes of a ``[rows, len(slots), hidden]`` tensor of
+    ``dtype``, ``ids`` those rows' token ids as int32 LE."""
+
+    rid: str
+    start: int
+    dtype: str
+    shape: list[int]
+    slots: list[int]
+    ids: bytes | memoryview
+    data: memoryview
+
+    @property
+    def name(self) -> str:
+        """The tensor's name in its shard."""
+        return f"{self.rid}:{self.start}"
+
+
+@dataclass
+class Skip:
+    """A request of ours whose rows are not written; ``reason`` is one of docs/formats.md."""
+
+    rid: str
+    reason: str
+    detail: str
+
+    @property
+    def run(self) -> str:
+        return run_of(self.rid)
+
+
+class Load(Protocol):
+    """Pieces of one run on their way to the disk, with the memory that they occupy."""
+
+    @property
+    def run(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def rids(self) -> Sequence[str]: ...
+
+    def fetch(self) -> None:
+        """Bring them into memory; takes as long as it takes."""
+
+    def pieces(self) -> list[Piece]:
+        """What was fetched."""
+
+    def release(self) -> None:
+        """Their memory may be used again."""
+
+
+@dataclass
+class PlainLoad:
+    """Pieces of one run in memory of their own."""
+
+    loaded: list[Piece]
+
+    @property
+    def run(self) -> str:
+        return run_of(self.loaded[0].rid)
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.data.nbytes for piece in self.loaded)
+
+    @property
+    def rids(self) -> list[str]:
+        return [piece.rid for piece in self.loaded]
+
+    def fetch(self) -> None:
+        pass
+
+    def pieces(self) -> list[Piece]:
+        return self.loaded
+
+    def release(self) -> None:
+        pass
+
+
+@dataclass
+class Gauge:
+    """How full the memory between forward and disk is, in bytes: ``peak`` is the most since the last look. ``waited``:
+    seconds that forwards have waited for it."""
+
+    capacity: int = 0
+    used: int = 0
+    peak: int = 0
+    waited: float = 0.0
+
+
+def run_of(rid: str) -> str:
+    """The run of a rid of ours."""
+    return rid.split("/", 2)[1]
