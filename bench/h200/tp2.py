@@ -34,6 +34,8 @@ FLAGS = [
     "--max-prefill-tokens", "8192",
 ]  # fmt: skip
 EAGER = ["--disable-cuda-graph"]
+HANDED_ON = ("NCCL_", "TORCH_SYMM_", "NVSHMEM_", "HF_HUB_", "TRANSFORMERS_", "SGLANG_", "TVM_FFI_", "LD_LIBRARY_PATH")
+"""Beginnings of the names of variables that the servers get from this process."""
 WORDS = [f"{a}{b}" for a in ("lime", "oak", "fir", "elm") for b in ("wood", "land", "dale", "brook")]
 SHORT, LONG = 1000, 3000
 """Tokens of a prompt whose batch is under SGLang's limit for fused all-reduces, and of one that is over it."""
@@ -85,7 +87,8 @@ class Server:
         """Write the inventory; one state directory a server, so that two can be deployed at once."""
         self.faults.mkdir(parents=True, exist_ok=True)
         path = [str(HERE / "faults"), os.environ.get("ENGINE_PYTHONPATH", "")]
-        env = {"PYTHONPATH": ":".join(filter(None, path)), "FLEETDUMP_BENCH_FAULTS": str(self.faults), **self.env}
+        env = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
+        env.update(PYTHONPATH=":".join(filter(None, path)), FLEETDUMP_BENCH_FAULTS=str(self.faults), **self.env)
         server = {
             "name": "main", "model_path": str(self.model), "port": self.port, "tp": 2, "gpus": [0, 1],
             "args": [*FLAGS, *self.args, "--mem-fraction-static", str(self.memory)], "env": env,

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from demo.reference_check import Shards
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSED_BATCH = 2048
 
 
@@ -63,7 +64,7 @@ class Reference:
     """transformers on the same weights in bf16, by itself or led along a given stream."""
 
     def __init__(self, folder: Path):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().cuda()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().to(DEVICE)
         self.led: torch.Tensor | None = None
         self.outputs: list[torch.Tensor] = []
         self.experts: list[torch.Tensor] = []
@@ -77,7 +78,7 @@ class Reference:
     def run(self, ids: list[int], led: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream ``[tokens, layers + 1, hidden]`` and the chosen experts ``[tokens, MoE layers, k]``, sorted."""
         self.led, self.outputs, self.experts = led, [], []
-        tokens = torch.tensor([ids], device="cuda")
+        tokens = torch.tensor([ids], device=DEVICE)
         self.model.model(tokens, use_cache=False)
         first = self.model.model.embed_tokens(tokens[0])
         return torch.stack([first, *self.outputs], dim=1), torch.stack(self.experts, dim=1)
@@ -86,7 +87,7 @@ class Reference:
         def hook(_layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.led is None:
                 return None
-            stream = self.led[:, number].cuda()[None]
+            stream = self.led[:, number].to(DEVICE)[None]
             return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
         return hook
@@ -108,7 +109,7 @@ def against_transformers(model: Path, plain: dict[str, tuple[list[int], torch.Te
     for ids, rows in plain.values():
         own, own_experts = reference.run(ids)
         _, led_experts = reference.run(ids, rows)
-        errors = relative(rows.cuda(), own)
+        errors = relative(rows.to(DEVICE), own)
         flips = (own_experts != led_experts).flatten(1).any(1)
         for slot in range(errors.shape[1]):
             by_slot[slot].append(errors[:, slot])
