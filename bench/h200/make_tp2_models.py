@@ -1,0 +1,98 @@
+"""Random models of DeepSeek-V3's architecture: ``python make_tp2_models.py OUT small|wide``.
+
+``small`` (8 layers, hidden 1024, 32 experts) has weights, made by transformers and saved as bf16 safetensors; ``wide``
+(5 layers, hidden 7168, 32 experts: 57,344 bytes a token with three layers and the final state) is a configuration for
+``--load-format dummy``. Both have a tokenizer of one token a byte.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL = ["<pad>", "<bos>", "<eos>"]
+COMMON = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_shared_experts": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "rope_interleave": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 32768,
+    "tie_word_embeddings": False, "attention_bias": False,
+}  # fmt: skip
+SHAPES = {
+    "small": {
+        "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816, "moe_intermediate_size": 256,
+        "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 384,
+        "n_routed_experts": 32, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 2,
+    },
+    "wide": {
+        "vocab_size": 32768, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 5, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+        "n_routed_experts": 32, "n_group": 4, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+NOT_IN_THE_SAVED_CONFIG = {
+    "torch_dtype": "bfloat16", "rope_theta": 10000.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "moe_layer_freq": 1, "ep_size": 1,
+}  # fmt: skip
+"""What SGLang reads and newer transformers no longer write."""
+
+
+def save_tokenizer(out: Path) -> None:
+    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: n for n, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, bos, eos = SPECIAL
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos).save_pretrained(
+        out
+    )
+
+
+def random_weights(config: DeepseekV3Config) -> DeepseekV3ForCausalLM:
+    """Weights of a scale at which every layer adds about as much as the stream has."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = DeepseekV3ForCausalLM(config)
+    source = torch.Generator(device).manual_seed(1)
+
+    def noise(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=source, device=like.device)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(1 + 0.1 * noise(parameter))
+            elif name.endswith("gate.weight"):
+                parameter.copy_(0.06 * noise(parameter))
+            elif "embed_tokens" in name:
+                parameter.copy_(noise(parameter))
+            else:
+                parameter.copy_(noise(parameter) * (0.6 / parameter.shape[-1] ** 0.5))
+        model = model.to(torch.bfloat16)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.data = 0.01 * noise(buffer.float())
+    return model
+
+
+def main() -> None:
+    out, kind = Path(sys.argv[1]), sys.argv[2]
+    out.mkdir(parents=True, exist_ok=True)
+    save_tokenizer(out)
+    config = DeepseekV3Config(**COMMON, **SHAPES[kind])
+    if kind == "small":
+        random_weights(config).save_pretrained(out)
+    else:
+        config.architectures = ["DeepseekV3ForCausalLM"]
+        config.save_pretrained(out)
+    file = out / "config.json"
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps({**NOT_IN_THE_SAVED_CONFIG, **saved}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
