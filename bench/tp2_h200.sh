@@ -11,8 +11,8 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVL
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONUNBUFFERED=1
 export ENGINE_PYTHONPATH=${PYTHONPATH:-} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-python3 bench/h200/make_tp2_models.py "$work/small" small
-python3 bench/h200/make_tp2_models.py "$work/wide" wide
+python3 bench/h200/make_small_model.py "$work/small"
+python3 bench/h200/make_model.py "$work/wide" 5 32
 status=0
 python3 -m bench.h200.tp2 "$work/run" --model "$work/small" --fast-model "$work/wide" --out "$out/tp2-h200.json" || status=$?
 tar -czf "$out/logs.tgz" -C "$work/run" $(cd "$work/run" && find . -name '*.log' -size -2M)

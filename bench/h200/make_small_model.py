@@ -1,8 +1,7 @@
-"""Random models of DeepSeek-V3's architecture: ``python make_tp2_models.py OUT small|wide``.
+"""A random model of DeepSeek-V3's architecture, with weights: ``python make_small_model.py OUT``.
 
-``small`` (8 layers, hidden 1024, 32 experts) has weights, made by transformers and saved as bf16 safetensors; ``wide``
-(5 layers, hidden 7168, 32 experts: 57,344 bytes a token with three layers and the final state) is a configuration for
-``--load-format dummy``. Both have a tokenizer of one token a byte.
+8 layers, hidden 1024, 32 experts, made by transformers and saved as bf16 safetensors, so that transformers can compute
+what SGLang should have captured. Its tokenizer has one token a byte.
 """
 
 from __future__ import annotations
@@ -22,17 +21,10 @@ COMMON = {
     "rope_interleave": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 32768,
     "tie_word_embeddings": False, "attention_bias": False,
 }  # fmt: skip
-SHAPES = {
-    "small": {
-        "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816, "moe_intermediate_size": 256,
-        "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 384,
-        "n_routed_experts": 32, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 2,
-    },
-    "wide": {
-        "vocab_size": 32768, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-        "num_hidden_layers": 5, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
-        "n_routed_experts": 32, "n_group": 4, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
-    },
+SHAPE = {
+    "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816, "moe_intermediate_size": 256,
+    "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 384,
+    "n_routed_experts": 32, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 2,
 }  # fmt: skip
 NOT_IN_THE_SAVED_CONFIG = {
     "torch_dtype": "bfloat16", "rope_theta": 10000.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
@@ -80,15 +72,10 @@ def random_weights(config: DeepseekV3Config) -> DeepseekV3ForCausalLM:
 
 
 def main() -> None:
-    out, kind = Path(sys.argv[1]), sys.argv[2]
+    out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(out)
-    config = DeepseekV3Config(**COMMON, **SHAPES[kind])
-    if kind == "small":
-        random_weights(config).save_pretrained(out)
-    else:
-        config.architectures = ["DeepseekV3ForCausalLM"]
-        config.save_pretrained(out)
+    random_weights(DeepseekV3Config(**COMMON, **SHAPE)).save_pretrained(out)
     file = out / "config.json"
     saved = json.loads(file.read_text())
     file.write_text(json.dumps({**NOT_IN_THE_SAVED_CONFIG, **saved}, indent=1))
