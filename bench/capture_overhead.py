@@ -62,7 +62,7 @@ def main() -> int:
     config = json.loads((engine.model / "config.json").read_text())
     layers = options.layers or evenly(config["num_hidden_layers"])
     results = Results(options.results, about(options, engine, config, layers))
-    with scratch(options) as settings:
+    with scratch(options, layers) as settings:
         tap = tap_settings(options, settings, layers)
         results.entry["tap"] = {name: value for name, value in tap.items() if name not in ("dir", "layers")}
         folder = settings.capture_dir.parent / "server"
@@ -191,7 +191,7 @@ def engine_of(options: argparse.Namespace) -> Engine:
 
 
 @contextlib.contextmanager
-def scratch(options: argparse.Namespace) -> Iterator[Settings]:
+def scratch(options: argparse.Namespace, layers: list[int]) -> Iterator[Settings]:
     """Folders for captured rows, removed at the end, and the settings of the measurement. The run ``fast`` lies in
     memory, ``disk`` on the disk, both below one capture directory."""
     with (
@@ -204,6 +204,7 @@ def scratch(options: argparse.Namespace) -> Iterator[Settings]:
         (capture / DISK).symlink_to(Path(disk) / DISK)
         gpu = options.device == "cuda"
         yield Settings(
+            layers=layers,
             capture_dir=capture,
             fast_dir=Path(fast),
             disk_dir=Path(disk),

@@ -22,17 +22,24 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
-def call_us(records: Sequence[Sequence[int]]) -> tuple[float, float, float]:
-    """Microseconds of the tap's first call of a forward, of each further one before a layer, and of the last, from
-    records of ``inserver.sitecustomize.Timed``: medians."""
-    first, further, last = zip(*[(first, more / calls, last) for _, first, more, calls, last in records], strict=True)
-    return median(first) / 1000, median(further) / 1000, median(last) / 1000
+def call_us(records: Sequence[Sequence[int]]) -> list[float]:
+    """Microseconds of each of the tap's calls of a forward, the one before layer 0 first and the one behind all layers
+    last: medians over records of ``inserver.sitecustomize.Timed``."""
+    return [median(times) / 1000 for times in zip(*[times for _, *times in records], strict=True)]
+
+
+def inert_us(calls: Sequence[float], wanted: Sequence[int], layers: int) -> float:
+    """Microseconds a forward of ``layers`` layers, from those of each call of a model with fewer: calls before the
+    layers ``wanted``, which the tap looks at twice, are there as often, all others more often."""
+    others = [us for layer, us in enumerate(calls[:-1]) if layer and layer not in wanted]
+    asked = [calls[layer] for layer in wanted if 0 < layer < len(calls) - 1]
+    return calls[0] + calls[-1] + sum(asked) + median(others) * (layers - 1 - len(asked))
 
 
 def line_through(records: Sequence[Sequence[int]], groups: int = 12) -> tuple[float, float]:
     """Microseconds a batch and a request: the least-squares line through ``groups`` points, each the medians of
     neighbours by size. Raises ``ValueError`` when all batches are of one size."""
-    ordered = sorted((requests, (first + more + last) / 1000) for requests, first, more, _, last in records)
+    ordered = sorted((requests, sum(times) / 1000) for requests, *times in records)
     size = max(1, len(ordered) // groups)
     parts = [ordered[at : at + size] for at in range(0, len(ordered) - size + 1, size)]
     requests = [median([count for count, _ in part]) for part in parts]

@@ -29,6 +29,8 @@ MIB = 1 << 20
 class Settings:
     """How much is measured, and where captured rows go."""
 
+    layers: list[int]
+    """Entry ids that are captured."""
     capture_dir: Path
     fast_dir: Path
     disk_dir: Path
@@ -86,10 +88,10 @@ class Bench:
                     self.load(TAPPED, OTHERS, for_requests(20), clients=1)
                 records[empty] += self.server.times()
         timer, both = figures.call_us(records[True]), figures.call_us(records[False])
-        first, further, last = (total - own for total, own in zip(both, timer, strict=True))
+        calls = [total - own for total, own in zip(both, timer, strict=True)]
         return {
-            "inert_us_per_forward": round(first + further * (LAYERS_OF_A_FULL_MODEL - 1) + last, 2),
-            "inert_us_of_calls": {"first": round(first, 3), "further": round(further, 3), "last": round(last, 3)},
+            "inert_us_per_forward": round(figures.inert_us(calls, self.settings.layers, LAYERS_OF_A_FULL_MODEL), 2),
+            "inert_us_of_calls": [round(call, 3) for call in calls],
             "inert_forwards": len(records[False]),
         }
 

@@ -84,8 +84,7 @@ class Server:
             self._command("time", name=TAPPED, on=False)
 
     def times(self) -> list[list[int]]:
-        """For each forward that was timed: requests, nanoseconds of the first ``before_layer``, of all further ones,
-        their number, and of ``after_layers``."""
+        """For each forward that was timed: requests, nanoseconds of each ``before_layer``, and of ``after_layers``."""
         return list(self._command("times"))
 
     @contextlib.contextmanager

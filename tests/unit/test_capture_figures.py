@@ -26,12 +26,14 @@ def test_a_percentile_is_a_value_that_occurred() -> None:
     assert [figures.percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
 
 
-def test_calls_are_told_apart_in_microseconds() -> None:
-    assert figures.call_us([[1, 2000, 600, 4, 800]] * 3) == (2.0, 0.15, 0.8)
+def test_calls_are_told_apart_and_scaled_to_a_full_model() -> None:
+    calls = figures.call_us([[1, 9000, 100, 2000, 100, 800]] * 3)
+    assert calls == [9.0, 0.1, 2.0, 0.1, 0.8]
+    assert figures.inert_us(calls, wanted=[2], layers=61) == pytest.approx(9 + 0.8 + 2 + 59 * 0.1)
 
 
 def test_the_line_through_small_batches_has_a_batchs_cost_and_a_samples() -> None:
-    records = [[size, 60_000, 30_000 + 4_000 * size, 4, 10_000] for size in range(1, 300)]
+    records = [[size, 60_000, 30_000 + 4_000 * size, 10_000] for size in range(1, 300)]
     records[7][1] += 5_000_000  # one batch that waited for something
     batch, sample = figures.line_through(records)
     assert batch == pytest.approx(100, abs=3)
@@ -59,12 +61,12 @@ def test_the_timer_tells_the_calls_of_a_forward_and_without_a_tap_its_own_share(
         for layer in range(3):
             timed.before_layer(None, layer, None, None)
         timed.after_layers(None, None, SimpleNamespace(rids=["a", "b"]))
-    (requests, first, further, calls, last), empty = records
-    assert (requests, calls) == (2, 2)
-    assert first >= 20_000_000
-    assert further >= 40_000_000
+    (requests, *before, last), empty = records
+    assert requests == 2
+    assert len(before) == 3
+    assert min(before) >= 20_000_000
     assert last >= 10_000_000
-    assert empty[1] < first
+    assert max(empty[1:]) < 10_000_000
 
 
 def test_journals_are_counted_and_finished_shards_deleted(tmp_path: Path) -> None:

@@ -155,29 +155,31 @@ def forward_of(module: ModuleType, path: str, class_name: str) -> FunctionType:
 
 
 class Timed:
-    """A tap whose calls are timed. For each forward one record of nanoseconds is added to ``records``: requests in
-    the batch, the first ``before_layer``, all further ones, their number, and ``after_layers``. Without a tap nothing
-    is called, and the times are the timer's own."""
+    """A tap whose calls are timed. For each forward one record is added to ``records``: requests in the batch, then the
+    nanoseconds of each ``before_layer`` and, last, of ``after_layers``. Without a tap nothing is called, and the times
+    are the timer's own."""
 
-    def __init__(self, tap: ModuleType | None, records: list[list[int]]):
-        self._tap = tap
+    def __init__(self, tap: Any, records: list[list[int]]):
+        self._before_layer = tap.before_layer if tap is not None else None
+        self._after_layers = tap.after_layers if tap is not None else None
         self._records = records
-        self._before: list[int] = []
+        self._spent: list[int] = []
 
-    def before_layer(self, *args: Any, **more: Any) -> None:
+    def before_layer(self, model: Any, layer_id: int, hidden_states: Any, forward_batch: Any, **more: Any) -> None:
+        call = self._before_layer
         start = time.perf_counter_ns()
-        if self._tap is not None:
-            self._tap.before_layer(*args, **more)
-        self._before.append(time.perf_counter_ns() - start)
+        if call is not None:
+            call(model, layer_id, hidden_states, forward_batch, **more)
+        self._spent.append(time.perf_counter_ns() - start)
 
     def after_layers(self, model: Any, hidden_states: Any, forward_batch: Any, **more: Any) -> None:
+        call = self._after_layers
         start = time.perf_counter_ns()
-        if self._tap is not None:
-            self._tap.after_layers(model, hidden_states, forward_batch, **more)
+        if call is not None:
+            call(model, hidden_states, forward_batch, **more)
         spent = time.perf_counter_ns() - start
-        before, self._before = self._before, []
-        requests = len(getattr(forward_batch, "rids", None) or ())
-        self._records.append([requests, before[0], sum(before[1:]), len(before) - 1, spent])
+        self._records.append([len(getattr(forward_batch, "rids", None) or ()), *self._spent, spent])
+        self._spent = []
 
 
 def resident_bytes() -> int:
