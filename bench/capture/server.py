@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fleetdump.agent.applicable import choose_edits, release_arguments
+from fleetdump.agent.applicable import choose_edits
 from fleetdump.agent.edit import apply_edits
+from fleetdump.agent.flagrules import patch_arguments
 from fleetdump.agent.protocol import Edit, Insertion, PatchSpec
 from fleetdump.patches import load_patch
 
@@ -125,7 +126,7 @@ class Server:
 
 def fleetdump_flags(release: str) -> list[str]:
     """The flags that fleetdump adds on ``release``."""
-    return release_arguments(hidden_states_patch(), release)
+    return patch_arguments(hidden_states_patch(), release)
 
 
 @contextlib.contextmanager

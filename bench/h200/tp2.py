@@ -1,14 +1,14 @@
 """Two GPUs, tensor parallel over NCCL: what fleetdump writes and what it says of real stalls.
 
 Run by ``bench/tp2_h200.sh``. fleetdump does the work (``connection: local``); servers are real SGLang on two GPUs with
-a random DeepSeek-V3-architecture model. Each part writes its figures into ``--out`` as it ends, so that a run that is
-cut off has lost nothing: ``python -m bench.h200.tp2 WORK --model DIR --fast-model DIR --out RESULT``.
+a random DeepSeek-V3-architecture model. Six of them start at once. Each part writes its figures into ``--out`` as it
+ends and fails by itself, so that a run that is cut off has lost nothing:
+``python -m bench.h200.tp2 WORK --model DIR --fast-model DIR --out RESULT``.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -18,151 +18,21 @@ import sys
 import tarfile
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import yaml
+from bench.h200.tp2_servers import HERE, HOOK, Answer, Run, Server
 
-HERE = Path(__file__).parent
 LAYERS = list(range(8))
-FLAGS = [
-    "--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton",
-    "--grammar-backend", "none", "--trust-remote-code", "--disable-custom-all-reduce", "--chunked-prefill-size", "8192",
-    "--max-prefill-tokens", "8192",
-]  # fmt: skip
 EAGER = ["--disable-cuda-graph"]
-HANDED_ON = ("NCCL_", "TORCH_SYMM_", "NVSHMEM_", "HF_HUB_", "TRANSFORMERS_", "SGLANG_", "TVM_FFI_", "LD_LIBRARY_PATH")
-"""Beginnings of the names of variables that the servers get from this process."""
+AS_PATCHED = ["--disable-radix-cache", "--enforce-disable-flashinfer-allreduce-fusion"]
+"""What the patch adds to a server's arguments, for the one that runs without it."""
 WORDS = [f"{a}{b}" for a in ("lime", "oak", "fir", "elm") for b in ("wood", "land", "dale", "brook")]
 SHORT, LONG = 1000, 3000
 """Tokens of a prompt whose batch is under SGLang's limit for fused all-reduces, and of one that is over it."""
-
-
-@dataclass
-class Run:
-    """Where this run works, and what it has found so far."""
-
-    work: Path
-    out: Path
-    started: float = field(default_factory=time.monotonic)
-    found: dict[str, Any] = field(default_factory=dict)
-
-    def note(self, key: str, value: Any) -> None:
-        """Keep a finding; the result file is replaced at once."""
-        self.found[key] = value
-        temporary = self.out.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.found, indent=1) + "\n")
-        os.replace(temporary, self.out)
-        self.say(f"{key}: {json.dumps(value)[:400]}")
-
-    def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.started:6.1f}s] {text}", flush=True)
-
-
-@dataclass
-class Server:
-    """One server of one host: its inventory, and the commands of fleetdump on it."""
-
-    run: Run
-    name: str
-    port: int
-    model: Path
-    layers: list[int]
-    args: list[str]
-    env: dict[str, str] = field(default_factory=dict)
-    memory: float = 0.3
-
-    @property
-    def folder(self) -> Path:
-        return self.run.work / self.name
-
-    @property
-    def faults(self) -> Path:
-        return self.folder / "faults"
-
-    def prepare(self) -> None:
-        """Write the inventory; one state directory a server, so that two can be deployed at once."""
-        self.faults.mkdir(parents=True, exist_ok=True)
-        path = [str(HERE / "faults"), os.environ.get("ENGINE_PYTHONPATH", "")]
-        env = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
-        env.update(PYTHONPATH=":".join(filter(None, path)), FLEETDUMP_BENCH_FAULTS=str(self.faults), **self.env)
-        server = {
-            "name": "main", "model_path": str(self.model), "port": self.port, "tp": 2, "gpus": [0, 1],
-            "args": [*FLAGS, *self.args, "--mem-fraction-static", str(self.memory)], "env": env,
-        }  # fmt: skip
-        capture = {"layers": self.layers, "layer_ids": "input", "dir": str(self.folder / "capture")}
-        host = {"connection": "local", "state_dir": str(self.folder / "state"), "agent_python": sys.executable}
-        defaults = {"python": sys.executable, "servers": [server], "capture": capture}
-        text = yaml.safe_dump({"defaults": defaults, "hosts": {self.name: host}})
-        (self.folder / "inventory.yaml").write_text(text)
-
-    def fleetdump(self, verb: str, *arguments: str, ok: tuple[int, ...] = (0,), seconds: float = 240.0) -> Answer:
-        """Run one command of fleetdump; what it printed is kept in the server's folder."""
-        command = [sys.executable, "-m", "fleetdump", verb, "-i", str(self.folder / "inventory.yaml"), *arguments]
-        began = time.monotonic()
-        done = subprocess.run(
-            [*command, "--json"], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
-        )
-        answer = Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
-        log = self.folder / f"{int(time.monotonic() - self.run.started):04d}-{verb}.log"
-        log.write_text(f"{' '.join(command)}\n{done.returncode}\n{done.stdout}\n{done.stderr}\n")
-        self.run.say(
-            f"{self.name}: fleetdump {verb} {' '.join(arguments)} -> {done.returncode}, {answer.seconds:.0f} s"
-        )
-        if done.returncode not in ok:
-            raise RuntimeError(f"{self.name} {verb}: {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
-        return answer
-
-    def ranks(self) -> dict[int, int]:
-        """Pid of each rank's scheduler process, of this server alone."""
-        found = {}
-        status = self.fleetdump("status").record()
-        launcher = next(server["pid"] for server in status["data"]["servers"])
-        for pid in descendants(launcher):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if "sglang::scheduler" in line:
-                found[int(line.partition("_TP")[2].split()[0].split("_")[0])] = pid
-        return found
-
-    def generate(self, ids: list[int], rid: str = "", seconds: float = 120.0) -> dict[str, Any]:
-        """One prompt, one token."""
-        body: dict[str, Any] = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-        if rid:
-            body["rid"] = rid
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=seconds) as reply:
-            answer: dict[str, Any] = json.load(reply)
-            return answer
-
-
-@dataclass
-class Answer:
-    """What one command of fleetdump gave."""
-
-    status: int
-    stdout: str
-    stderr: str
-    seconds: float
-
-    def record(self) -> dict[str, Any]:
-        record: dict[str, Any] = json.loads(self.stdout.splitlines()[-1])
-        return record
-
-
-def descendants(root: int) -> list[int]:
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    below = {root}
-    while more := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= more
-    return sorted(below)
+PARTS = ("graphs", "healthy", "rows", "throughput", "collective", "spin", "killed")
 
 
 def text_of(tokens: int, seed: int) -> str:
@@ -180,14 +50,6 @@ def write_rows(path: Path) -> None:
     rows += [(f"long-{n}", text_of(LONG, 100 + n)) for n in range(4)]
     rows += [(f"tiny-{n}", text_of(20 + 7 * n, 200 + n)) for n in range(16)]
     path.write_text("".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in rows))
-
-
-def extract(server: Server, data: Path, name: str) -> Path:
-    """Run the rows through the server; the folder with manifest and shards."""
-    server.fleetdump("extract", "--data", str(data), "--run", name)
-    target = server.folder / f"collected-{name}"
-    server.fleetdump("collect", "--run", name, "--data", "--to", str(target))
-    return target
 
 
 def checks_of(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -208,24 +70,102 @@ def checks_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def deploy_all(run: Run, servers: dict[str, Server], parts: list[str]) -> None:
+    """Start every server that the parts need, side by side."""
+
+    def start(server: Server) -> None:
+        with run.part(f"deploy_{server.name}"):
+            server.prepare()
+            if server.name == "graphs":
+                part_graphs(run, server)
+                return
+            answer = server.deploy(*(("--no-patch",) if server.name == "bare" else HOOK))
+            if server.name in ("plain", "deferred"):
+                note_selfcheck(run, server, answer)
+
+    wanted = [server for server in servers.values() if needed(server.name, parts)]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        list(pool.map(start, wanted))
+
+
+def needed(server: str, parts: list[str]) -> bool:
+    """Whether one of the parts works on this server."""
+    by_part = {
+        "graphs": ["graphs"], "healthy": ["nop2p"], "rows": ["plain", "deferred"], "throughput": ["fast", "bare"],
+        "collective": ["fast"], "spin": ["deferred"], "killed": ["plain"],
+    }  # fmt: skip
+    return any(server in by_part[part] for part in parts)
+
+
+def note_selfcheck(run: Run, server: Server, answer: Answer) -> None:
+    checks = [{key: check[key] for key in ("key", "level", "text")} for check in checks_of(answer.record())]
+    run.note(f"selfcheck_{server.name}", {"exit": answer.status, "checks": checks})
+
+
+def part_graphs(run: Run, server: Server) -> None:
+    """Part 3: prefill graphs on, which the patch forbids: refused by their flag; without the patch's own flag that
+    turns them off, what notices that rows are missing, and in which words."""
+    refused = Server(run, "refused", server.port + 1, server.model, LAYERS, ["--cuda-graph-backend-prefill", "full"])
+    refused.prepare()
+    answer = refused.fleetdump("deploy", *HOOK, ok=(0, 1, 2, 3, 4, 5))
+    run.note("prefill_graphs_by_flag", {"exit": answer.status, "error": answer.record().get("error")})
+    patch = patch_without_its_flag(run.work / "patches" / "hidden-states-graphs")
+    arguments = ("--patch", str(patch), "--delivery", "import-hook")
+    answer = server.fleetdump("deploy", *arguments, ok=(0, 1, 4), seconds=170.0)
+    record = answer.record()
+    reports = [
+        {key: one.get(key) for key in ("outcome", "detail")} for one in (record["data"] or {}).get("servers", [])
+    ]
+    found = {"exit": answer.status, "servers": reports, "error": record.get("error"), "checks": checks_of(record)}
+    run.note("prefill_graphs", found)
+    server.stop()
+
+
+def patch_without_its_flag(folder: Path) -> Path:
+    """A copy of the patch that leaves prefill graphs on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (HERE.parents[1] / "patches" / "hidden-states").iterdir():
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    text = (folder / "patch.yaml").read_text().replace("name: hidden-states\n", "name: hidden-states-graphs\n", 1)
+    kept, drop = [], False
+    for line in text.splitlines(keepends=True):
+        drop = "--disable-prefill-cuda-graph" in line or (drop and line.startswith("    "))
+        kept += [] if drop else [line]
+    (folder / "patch.yaml").write_text("".join(kept))
+    return folder
+
+
 def part_rows(run: Run, plain: Server, deferred: Server, data: Path) -> None:
-    """Parts 1 and 2: self-check, ranks, transformers; the deferred all-reduce and the naive expression."""
+    """Parts 1 and 2: the same prompts through both servers, and some alone through the one that defers."""
     for server in (plain, deferred):
-        answer = server.fleetdump("selfcheck", ok=(0, 1))
-        run.note(f"selfcheck_{server.name}", {"exit": answer.status, "checks": checks_of(answer.record())})
-    folders = {server.name: extract(server, data, f"rows-{server.name}") for server in (plain, deferred)}
+        server.needs_ready()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda server: extract(server, data), (plain, deferred)))
     for n, tokens in enumerate((SHORT + 1, SHORT + 2, LONG + 1, LONG + 2)):  # each alone, and known by its length
         deferred.generate([3 + ord(char) % 250 for char in text_of(tokens, 300 + n)], f"fleetdump/alone/{n}/1")
-    sent_alone = deferred.folder / "capture" / "alone"
-    wait_for_shards(sent_alone, 2 * (SHORT + LONG) + 6)
-    command = [sys.executable, str(HERE / "tp2_reference.py"), str(plain.model)]
-    arguments = [folders["plain"], folders["deferred"], deferred.folder / "naive", sent_alone]
-    command += map(str, arguments)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    deferred.wait_for_shards("alone", 2 * (SHORT + LONG) + 6)
+    run.note("rows_extracted", True)
+
+
+def extract(server: Server, data: Path) -> None:
+    """Run the rows through the server and collect them."""
+    name = f"rows-{server.name}"
+    runs = ("--runs-dir", str(server.folder / "runs"))
+    server.fleetdump("extract", "--data", str(data), "--run", name, "--allow-failed-selfcheck", *runs)
+    server.fleetdump("collect", "--run", name, "--data", "--to", str(server.folder / "collected"), *runs)
+
+
+def part_reference(run: Run, plain: Server, deferred: Server) -> None:
+    """Parts 1 and 2, the figures; needs no server any more."""
+    folders = (plain.folder / "collected", deferred.folder / "collected", deferred.folder / "naive")
+    command = [sys.executable, str(HERE / "tp2_reference.py"), str(plain.model), *map(str, folders)]
+    done = subprocess.run(
+        [*command, str(deferred.capture / "alone")], capture_output=True, text=True, timeout=max(30.0, run.left())
+    )
     if done.returncode:
-        run.note("reference_error", done.stderr[-2000:])
-    else:
-        run.note("reference", json.loads(done.stdout.splitlines()[-1]))
+        raise RuntimeError(done.stderr[-2500:])
+    run.note("reference", json.loads(done.stdout.splitlines()[-1]))
 
 
 def hold_requests(server: Server) -> None:
@@ -233,149 +173,79 @@ def hold_requests(server: Server) -> None:
 
     def ask() -> None:
         try:
-            server.generate([5] * 600, seconds=60.0)
+            server.generate([5] * 600)
         except OSError as error:
             server.run.say(f"{server.name}: the request ended with {error!r}")
 
     threading.Thread(target=ask, daemon=True).start()
 
 
-def stall(server: Server, name: str, strike: Callable[[], None], after: float) -> dict[str, Any]:
-    """Let a fault strike, ask fleetdump for the cause, keep the bundle."""
+def part_stall(run: Run, server: Server, name: str, strike: Callable[[], None], after: float) -> None:
+    """Part 4: let a fault strike, ask fleetdump for the cause, keep the bundle, stop the server."""
+    server.needs_ready()
+    ranks = server.ranks()
     strike()
     hold_requests(server)
     time.sleep(after)
     bundle = server.folder / f"bundle-{name}"
-    answer = server.fleetdump("diagnose", "--anonymise", "--save", str(bundle), ok=(0, 1, 4), seconds=150.0)
-    verdicts = [verdict for server_data in answer.record()["data"] for verdict in server_data["verdicts"]]
-    with tarfile.open(server.run.out.parent / f"bundle-{name}.tgz", "w:gz") as archive:
+    answer = server.fleetdump("diagnose", "--anonymise", "--save", str(bundle), ok=(0, 1, 4), seconds=75.0)
+    verdicts = [verdict for one in answer.record()["data"] for verdict in one["verdicts"]]
+    with tarfile.open(run.out.parent / f"bundle-{name}.tgz", "w:gz") as archive:
         archive.add(bundle, name)
-    return {"exit": answer.status, "seconds": round(answer.seconds, 1), "verdicts": verdicts[:3]}
+    found = {"exit": answer.status, "seconds": round(answer.seconds, 1), "ranks": ranks, "verdicts": verdicts[:3]}
+    run.note(f"stall_{name}", found)
+    server.stop()
 
 
-def part_stalls(run: Run, servers: dict[str, Server]) -> None:
-    """Part 4, the three that hang or die; the healthy contrast is a server of its own."""
-    spun, killed, extra = servers["deferred"], servers["plain"], servers["graphs"]
-    ranks = killed.ranks()
-    found = {
-        "spin_rank1": stall(spun, "spin_rank1", lambda: (spun.faults / "spin-1").touch(), 15.0),
-        "killed_rank1": stall(killed, "killed_rank1", lambda: os.kill(ranks[1], signal.SIGKILL), 3.0),
-        "collective_rank0": stall(extra, "collective_rank0", lambda: (extra.faults / "collective-0").touch(), 15.0),
-    }
-    run.note("stalls", found)
+def kill_rank(server: Server, rank: int) -> None:
+    os.kill(server.ranks()[rank], signal.SIGKILL)
 
 
-def part_graphs(run: Run, server: Server) -> None:
-    """Part 3: prefill graphs on, which the patch forbids; what says so, and in which words."""
-    patch = run.work / "patches" / "hidden-states-graphs"
-    source = HERE.parents[1] / "patches" / "hidden-states"
-    patch.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.is_file():
-            (patch / file.name).write_bytes(file.read_bytes())
-    text = (patch / "patch.yaml").read_text().replace("name: hidden-states\n", "name: hidden-states-graphs\n", 1)
-    kept, drop = [], False
-    for line in text.splitlines(keepends=True):
-        drop = "--disable-prefill-cuda-graph" in line or (drop and line.startswith("    "))
-        kept += [] if drop else [line]
-    (patch / "patch.yaml").write_text("".join(kept))
-    arguments = ("--patch", str(patch), "--delivery", "import-hook")
-    answer = server.fleetdump("deploy", *arguments, ok=(0, 1, 4), seconds=300.0)
-    record = answer.record()
-    run.note("prefill_graphs", {"exit": answer.status, "error": record.get("error"), "checks": checks_of(record)})
-
-
-def part_healthy(run: Run, server: Server) -> None:
-    """Part 4, the contrast: NCCL without P2P is slower, and nothing else."""
-    server.fleetdump("deploy", "--patch", "hidden-states")
-    run.note("nccl_p2p_disabled", stall(server, "p2p_disabled", lambda: None, 1.0))
-
-
-def part_throughput(run: Run, server: Server, repetitions: int = 9, prompts: int = 24, tokens: int = 2048) -> None:
-    """Part 5: tokens a second with requests that the tap writes, and with others, in turns on one server."""
-    server.fleetdump("deploy", "--patch", "hidden-states", seconds=300.0)
+def part_throughput(
+    run: Run, fast: Server, bare: Server, repetitions: int = 9, prompts: int = 24, tokens: int = 2048
+) -> None:
+    """Part 5: tokens a second in turns: requests that the tap writes, others on the same server, and on one that runs
+    without the patch."""
+    fast.needs_ready()
     ids = [[3 + (7 * n + 13 * k) % 250 for k in range(tokens)] for n in range(prompts)]
-    capture = server.folder / "capture"
+    arms = {"on": fast, "off": fast, **({"bare": bare} if bare.ready else {})}
 
-    def burst(prefix: str) -> float:
-        threads = [
-            threading.Thread(target=server.generate, args=(row, f"{prefix}/{n}/1" if prefix else ""))
-            for n, row in enumerate(ids)
-        ]
-        began = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return prompts * tokens / (time.monotonic() - began)
+    def burst(server: Server, prefix: str = "") -> float:
+        with ThreadPoolExecutor(prompts) as pool:
+            began = time.monotonic()
+            list(pool.map(lambda n: server.generate(ids[n], f"{prefix}/{n}/1" if prefix else ""), range(prompts)))
+            return prompts * tokens / (time.monotonic() - began)
 
-    for _ in range(2):
-        burst("")
-    rates: dict[str, list[float]] = {"off": [], "on": []}
+    for server in {id(server): server for server in arms.values()}.values():
+        burst(server)
+        burst(server)
+    rates: dict[str, list[float]] = {arm: [] for arm in arms}
     for repetition in range(repetitions):
-        for arm in ("off", "on") if repetition % 2 else ("on", "off"):
-            run_name = f"burst-{repetition}"
-            rates[arm].append(burst(f"fleetdump/{run_name}" if arm == "on" else ""))
+        for arm in list(arms)[:: 1 if repetition % 2 else -1]:
+            name = f"burst-{repetition}"
+            rates[arm].append(burst(arms[arm], f"fleetdump/{name}" if arm == "on" else ""))
             if arm == "on":  # no burst pays for the one before
-                wait_for_shards(capture / run_name, prompts * tokens)
-                shutil.rmtree(capture / run_name)
-    ratios = sorted(on / off for on, off in zip(rates["on"], rates["off"], strict=True))
-    run.note(
-        "throughput",
-        {
-            "ratio": round(ratios[len(ratios) // 2], 4),
-            "ratios": [round(ratio, 4) for ratio in ratios],
-            "tokens_per_s_off": round(sorted(rates["off"])[repetitions // 2]),
-            "tokens_per_s_on": round(sorted(rates["on"])[repetitions // 2]),
-            "bytes_per_token": (len(server.layers) + 1) * 7168 * 2,
-        },
-    )
+                fast.wait_for_shards(name, prompts * tokens)
+                shutil.rmtree(fast.capture / name)
+        run.note("throughput", {**ratios_of(rates), "bytes_per_token": (len(fast.layers) + 1) * 7168 * 2})
+        if run.left() < 150:
+            break
+    bare.stop()
 
 
-def wait_for_shards(folder: Path, rows: int, seconds: float = 60.0) -> None:
-    """Wait until all rows are journalled and their shards closed."""
-    deadline = time.monotonic() + seconds
-    while True:
-        lines = [json.loads(x) for file in folder.glob("journal-*.jsonl") for x in file.read_bytes().splitlines()]
-        written = sum(line["rows"] for line in lines if line["kind"] == "piece")
-        closed = {line["shard"] for line in lines if line["kind"] == "shard"}
-        if written >= rows and closed >= {line["shard"] for line in lines if line["kind"] == "piece"}:
-            return
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{folder}: {written} of {rows} rows were written within {seconds:.0f} s")
-        time.sleep(0.2)
+def ratios_of(rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and the ratio of each burst that is written to its neighbour that is not."""
+    found: dict[str, Any] = {"tokens_per_s": {arm: round(median(values)) for arm, values in rates.items()}}
+    for arm in ("off", "bare"):
+        if arm in rates:
+            ratios = [on / other for on, other in zip(rates["on"], rates[arm], strict=True)]
+            found[f"ratio_to_{arm}"] = round(median(ratios), 4)
+            found[f"ratios_to_{arm}"] = [round(ratio, 4) for ratio in ratios]
+    return found
 
 
-@contextlib.contextmanager
-def stopping(run: Run, *servers: Server) -> Iterator[None]:
-    """Stop the servers whatever happens; a failure of a part is noted and the next part goes on."""
-    try:
-        yield
-    except Exception as error:
-        run.note(f"failed_{servers[0].name}", repr(error)[-1500:])
-    finally:
-        for server in servers:
-            with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
-                server.fleetdump("stop", ok=(0, 1))
-
-
-def at_once(*steps: Callable[[], Any]) -> None:
-    """Run the steps side by side; raises the first failure."""
-    failures: list[BaseException] = []
-
-    def guarded(step: Callable[[], Any]) -> None:
-        try:
-            step()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(step,)) for step in steps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 def main() -> None:
@@ -384,51 +254,60 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="8 layers, weights on disk, one token a byte")
     parser.add_argument("--fast-model", type=Path, required=True, help="hidden 7168, config alone")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, by commas")
+    parser.add_argument("--until", type=float, default=400.0, help="seconds after which no part begins")
     options = parser.parse_args()
+    parts = options.parts.split(",")
     options.work.mkdir(parents=True, exist_ok=True)
-    run = Run(options.work, options.out)
-    naive = options.work / "deferred" / "naive"
+    run = Run(options.work, options.out, options.until)
+    servers = all_servers(run, options.model, options.fast_model)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        deploy_all(run, servers, parts)
+        run_parts(run, servers, parts)
+    finally:
+        for server in servers.values():
+            if server.ready:
+                server.stop()
+        run.note("left_running", [pid for server in servers.values() for pid in server.processes()])
+
+
+def all_servers(run: Run, model: Path, fast_model: Path) -> dict[str, Server]:
+    naive = run.work / "deferred" / "naive"
     naive.mkdir(parents=True, exist_ok=True)
-    deferred_env = {"FLEETDUMP_BENCH_DEFER": "1", "FLEETDUMP_BENCH_NAIVE": str(naive)}
-    servers = {
-        "plain": Server(run, "plain", 30000, options.model, LAYERS, EAGER),
-        "deferred": Server(run, "deferred", 31000, options.model, LAYERS, EAGER, deferred_env),
-        "graphs": Server(run, "graphs", 32000, options.model, LAYERS, ["--cuda-graph-max-bs-decode", "4"]),
-        "nop2p": Server(run, "nop2p", 33000, options.model, LAYERS, EAGER, {"NCCL_P2P_DISABLE": "1"}),
-        "fast": Server(
-            run, "fast", 34000, options.fast_model, [1, 2, 3], [*EAGER, "--load-format", "dummy"], memory=0.6
-        ),
-    }
-    for server in servers.values():
-        server.prepare()
-    data = options.work / "rows.jsonl"
+    defer = {"FLEETDUMP_BENCH_DEFER": "1", "FLEETDUMP_BENCH_NAIVE": str(naive)}
+    dummy = [*EAGER, "--load-format", "dummy"]
+    found = [
+        Server(run, "plain", 17100, model, LAYERS, EAGER),
+        Server(run, "deferred", 19200, model, LAYERS, EAGER, defer),
+        Server(run, "graphs", 21300, model, LAYERS, ["--cuda-graph-max-bs-decode", "4"]),
+        Server(run, "nop2p", 23400, model, LAYERS, EAGER, {"NCCL_P2P_DISABLE": "1"}),
+        Server(run, "fast", 25500, fast_model, [1, 2, 3], dummy),
+        Server(run, "bare", 14700, fast_model, [1, 2, 3], [*dummy, *AS_PATCHED]),
+    ]
+    return {server.name: server for server in found}
+
+
+def run_parts(run: Run, servers: dict[str, Server], parts: list[str]) -> None:
+    plain, deferred, fast = servers["plain"], servers["deferred"], servers["fast"]
+    data = run.work / "rows.jsonl"
     write_rows(data)
-    plain, deferred, graphs = servers["plain"], servers["deferred"], servers["graphs"]
-    with stopping(run, plain, deferred, graphs):
-        hook = ("--patch", "hidden-states", "--delivery", "import-hook")
-        at_once(
-            lambda: plain.fleetdump("deploy", *hook, seconds=300.0),
-            lambda: deferred.fleetdump("deploy", *hook, seconds=300.0),
-            lambda: part_graphs(run, graphs),
-        )
-        part_rows(run, plain, deferred, data)
-        part_stalls(run, servers)
-    with stopping(run, servers["nop2p"]):
-        part_healthy(run, servers["nop2p"])
-    with stopping(run, servers["fast"]):
-        part_throughput(run, servers["fast"])
-    left = [pid for server in servers.values() for pid in processes_of(server)]
-    run.note("left_running", len(left))
-
-
-def processes_of(server: Server) -> list[int]:
-    """Processes that still hold this server's folder in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if str(server.folder).encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
-    return found
+    steps: dict[str, Callable[[], None]] = {
+        # The healthy contrast: without P2P NCCL is slower, and nothing else.
+        "healthy": lambda: part_stall(run, servers["nop2p"], "p2p_disabled", lambda: None, 1.0),
+        "rows": lambda: part_rows(run, plain, deferred, data),
+        "throughput": lambda: part_throughput(run, fast, servers["bare"]),
+        "collective": lambda: part_stall(
+            run, fast, "collective_rank0", lambda: (fast.faults / "collective-0").touch(), 8.0
+        ),
+        "spin": lambda: part_stall(run, deferred, "spin_rank1", lambda: (deferred.faults / "spin-1").touch(), 8.0),
+        "killed": lambda: part_stall(run, plain, "killed_rank1", lambda: kill_rank(plain, 1), 3.0),
+        "reference": lambda: part_reference(run, plain, deferred),
+    }
+    for name, step in steps.items():
+        if name in parts or (name == "reference" and "rows" in parts):
+            with run.part(name):
+                step()
 
 
 if __name__ == "__main__":

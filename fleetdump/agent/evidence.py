@@ -192,7 +192,7 @@ class Collector:
             "gpus": start("nvidia-smi", lambda: gpu.inspect(living, between), [], 9.0 + between),
             "links": start("nvidia-smi topology", gpu.links, [], 9.0),
             "host": start("host", lambda: reach.host_facts(anyone), None, 6.0),
-            "ras": start("nccl ras", lambda: ras.ras(living), None, ras.LIMIT + 1.0),
+            "ras": start("nccl ras", lambda: ras.ras(living, environment), None, ras.LIMIT + 1.0),
             "locks": start("locks", lambda: host.locks(set(living)), [], 3.0),
             "lock files": start("lock files", lambda: host.lock_files(home, environment, root), [], 3.0),
             "flight": start("flight recorder", lambda: self._flight(environment), [], 3.0),

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import (
     EvidenceArgs,
-    EvidenceResult,
     HealthyProfile,
     LaunchArgs,
     LaunchResult,
@@ -43,6 +42,7 @@ from fleetdump.fleet import Host
 from fleetdump.inventory import resolve_secrets
 from fleetdump.tasks._task import task
 from fleetdump.tasks.check import check
+from fleetdump.tasks.evidence import take_evidence
 from fleetdump.tasks.selfcheck import check_server
 
 OnStall = Literal["keep", "stop", "revert"]
@@ -51,7 +51,6 @@ Event = Callable[[dict[str, Any]], None]
 PATCH_DEADLINE = 120.0
 LAUNCH_DEADLINE = 120.0
 STOP_GRACE = 30.0
-EVIDENCE_DEADLINE = 120.0
 SETTINGS_DEADLINE = 90.0
 TOLD = ("arguments", "shared")
 """Checks whose warnings ``deploy`` tells; the others are for ``check``."""
@@ -316,18 +315,22 @@ def _watch(host: Host, plan: DeployPlan, launched: LaunchResult, on_event: Event
 
 
 def _diagnose(host: Host, report: ServerReport, result: WatchResult) -> None:
-    """Verdicts from the evidence that the watch took, or, for a dead server, from what can still be read."""
-    evidence = result.evidence
-    if evidence is None:
-        try:
-            taken = host.call(
-                EvidenceArgs(server=report.server), EvidenceResult, verb="evidence", deadline=EVIDENCE_DEADLINE
-            )
-        except FleetdumpError as error:
-            report.detail = f"{report.detail}; no evidence: {error}".lstrip("; ")
+    """Verdicts from the evidence that the watch took, or, for a dead server, from what can still be read. Where that
+    names no cause and the stacks are missing, it is taken once more with a py-spy of ours."""
+    if result.evidence is not None:
+        report.verdicts = diagnose(from_json(Evidence, result.evidence))
+        if report.verdicts[0].code != "UNKNOWN" or not _lacks_stacks(result.evidence):
             return
-        evidence, report.evidence_dir = taken.evidence, taken.evidence_dir
-    report.verdicts = diagnose(from_json(Evidence, evidence))
+    try:
+        taken = take_evidence(host, EvidenceArgs(server=report.server, patience=host.config.patience))
+    except FleetdumpError as error:
+        report.detail = f"{report.detail}; no evidence: {error}".lstrip("; ")
+        return
+    report.verdicts, report.evidence_dir = diagnose(from_json(Evidence, taken.evidence)), taken.evidence_dir
+
+
+def _lacks_stacks(evidence: dict[str, Any]) -> bool:
+    return any(probe["name"] == "py-spy" and not probe["ok"] for probe in evidence["probes"])
 
 
 def _check_settings(host: Host, report: ServerReport, on_event: Event) -> None:

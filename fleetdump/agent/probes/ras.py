@@ -9,13 +9,16 @@ from __future__ import annotations
 import re
 import socket
 import time
-from typing import List
+from typing import List, Mapping, Optional, Tuple
 
 from fleetdump.agent.evidence_types import OperationCounts, RankCount, RasFacts
 from fleetdump.agent.probes.bounded import ProbeFailed
 from fleetdump.agent.probes.net import enter_network_of
 
 ADDRESS = ("127.0.0.1", 28028)
+"""NCCL's own choice."""
+VARIABLE = "NCCL_RAS_ADDR"
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1", "")
 LIMIT = 4.0
 """Seconds; a stopped rank makes RAS take 1.3."""
 ANSWER_BYTES = 1 << 20
@@ -33,21 +36,34 @@ _COUNT = re.compile(
 _SILENT = re.compile(r"^ +(?:Rank -?\d+ -- GPU \S+ managed by process|Process) (?P<pid>\d+) (?:on node|.*managing GPU)")
 
 
-def ras(pids: List[int]) -> RasFacts:
-    """Ask RAS of this host; facts of processes other than ``pids`` are dropped (several jobs share the port).
+def ras(pids: List[int], environment: Optional[Mapping[str, str]] = None) -> RasFacts:
+    """Ask the RAS of the server that was started in ``environment``; facts of processes other than ``pids`` are dropped
+    (several jobs share NCCL's port where none has one of its own).
 
     RAS listens on loopback, so it is asked in the network namespace of the first of ``pids``. Raises ``ProbeFailed``
-    when nobody listens or the answer does not come in time.
+    when it listens elsewhere, when nobody listens, or the answer does not come in time.
     """
+    address = address_in(environment or {})
     if pids:
         enter_network_of(pids[0])
-    return only(parse_ras(_ask()), pids)
+    return only(parse_ras(_ask(address)), pids)
 
 
-def _ask() -> str:
+def address_in(environment: Mapping[str, str]) -> Tuple[str, int]:
+    """Where RAS listens by ``NCCL_RAS_ADDR`` (``host:port``); other machines are not asked (``ProbeFailed``)."""
+    text = environment.get(VARIABLE, "")
+    if not text:
+        return ADDRESS
+    host, _, port = text.rpartition(":")
+    if host not in LOOPBACK or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ProbeFailed(f"NCCL RAS: {VARIABLE} is no port of this machine's loopback")
+    return ("::1" if "::1" in host else ADDRESS[0], int(port))
+
+
+def _ask(address: Tuple[str, int]) -> str:
     deadline = time.monotonic() + LIMIT
     try:
-        with socket.create_connection(ADDRESS, timeout=LIMIT) as connection:
+        with socket.create_connection(address, timeout=LIMIT) as connection:
             connection.sendall(b"verbose status\n")
             answer = b""
             while len(answer) < ANSWER_BYTES and time.monotonic() < deadline:
@@ -57,7 +73,7 @@ def _ask() -> str:
                     break
                 answer += chunk
     except OSError as error:
-        raise ProbeFailed(f"NCCL RAS on port {ADDRESS[1]}: {error}") from error
+        raise ProbeFailed(f"NCCL RAS on port {address[1]}: {error}") from error
     return answer.decode("ascii", "replace")
 
 

@@ -77,6 +77,25 @@ def test_ras_is_asked_over_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.mismatches[0].ranks[1].count == 7
 
 
+@pytest.mark.parametrize(
+    ("value", "address"),
+    [
+        ("", ("127.0.0.1", 28028)),
+        ("127.0.0.1:30011", ("127.0.0.1", 30011)),
+        ("localhost:30011", ("127.0.0.1", 30011)),
+        ("[::1]:30011", ("::1", 30011)),
+    ],
+)
+def test_ras_of_a_server_with_a_port_of_its_own(value: str, address: tuple[str, int]) -> None:
+    assert ras.address_in({"NCCL_RAS_ADDR": value}) == address
+
+
+@pytest.mark.parametrize("value", ["10.0.0.9:28028", "127.0.0.1", "localhost:http", "127.0.0.1:70000"])
+def test_ras_is_never_asked_on_another_machine(value: str) -> None:
+    with pytest.raises(ProbeFailed, match="NCCL_RAS_ADDR"):
+        ras.address_in({"NCCL_RAS_ADDR": value})
+
+
 def test_nobody_on_the_ras_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
