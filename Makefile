@@ -6,12 +6,13 @@
 TP ?= 1
 PYTHON ?= python3
 PYTEST_ARGS ?=
+MATRIX_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/fleetdump-installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input $(FLEETDUMP_PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help system-packages setup demo test test-cases test-nightly lint bench clean-build
+.PHONY: help system-packages setup demo test test-cases test-nightly test-matrix lint bench clean-build
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +39,9 @@ test-cases: $(STAMP) ## the diagnosis on every known case of a hang
 
 test-nightly: setup ## the tests that repeat or take long
 	@.ci/test -m nightly $(PYTEST_ARGS)
+
+test-matrix: setup ## the tap on real servers of many releases and models (MATRIX_ARGS=--quick: a few; --fresh: all again)
+	@$(BIN)/python -m tests.sglang.tensor_matrix $(MATRIX_ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict, import-linter, the agent's syntax for Python 3.8
 	$(BIN)/ruff check .

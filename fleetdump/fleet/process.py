@@ -106,7 +106,9 @@ class SshProcess:
         return self._stderr.lines()
 
     def close(self) -> None:
-        self._channel.close()
+        # On a connection that is just breaking paramiko raises what broke it, which the reader has seen or will see.
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            self._channel.close()
 
 
 class SshTransport:

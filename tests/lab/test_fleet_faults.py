@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -47,8 +48,9 @@ def test_host_dies_in_mid_call(lab_host: LabHost) -> None:
 def test_sshd_session_killed_in_mid_call(lab_host: LabHost) -> None:
     def kill_session(_: object) -> None:
         for pid in lab_host.pids():
-            if pid != lab_host.sshd_pid and b"sshd" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended by itself meanwhile
+                if pid != lab_host.sshd_pid and b"sshd" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
 
     with connect(lab_host.config()) as host:
         began = time.monotonic()

@@ -1,121 +1,218 @@
-"""What the tap captures on real servers of several SGLang releases, against transformers, in float32.
+"""What the tap captures on real servers of many SGLang releases and models, against transformers, in float32.
 
-``python -m tests.sglang.tensor_matrix --engines DIR --models DIR [--releases ...] [--tp N]``: ENGINES holds unpacked
-wheels by release (``DIR/0.5.14/sglang``), MODELS tiny models by name. Each release serves each model once, with the
-patch, the flags that it chooses and chunks of 64 tokens. Prints one JSON object.
+``python -m tests.sglang.tensor_matrix`` (``make test-matrix``) fetches the releases with pip and makes tiny models,
+both in ``build/``, then serves each pair of the covering set once, on the CPU, with the patch as the agent delivers
+it. How each went is kept at once in ``bench/results/tensor_matrix.json``: run again, it goes on with what is missing,
+failed, or was run with another patch. Prints one JSON object; ends with 1 when a pair failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from demo.sglang_cpu import recipe
-from fleetdump.agent.applicable import choose_edits
-from fleetdump.agent.edit import apply_edits
-from fleetdump.agent.flagrules import patch_arguments
-from fleetdump.agent.shards import close_dead
-from fleetdump.patches import find_patch, load_patch
-from tests.sglang.cpuserver import SglangEnv, session_pids, start_server
-from tests.sglang.test_tap_real import generate, some_prompts, tap_json, wait_for_rows
+from demo.sglang_cpu.setup import PIP_ARGS, digest
+from fleetdump.agent import sitehook
+from fleetdump.agent.protocol import to_json
+from tests.sglang.matrix_pair import LIMIT, SPEC, Outcome, Pair, Served, try_pair
 
-HERE = Path(__file__).parent
-LAYERS = [0, 3, 6]
-PROMPTS = 16
-SPEC = load_patch(find_patch("hidden-states"))
+HERE = Path(__file__).resolve().parent
+RESULTS = recipe.ROOT / "bench" / "results" / "tensor_matrix.json"
+ENGINES = recipe.BUILD / "engines"
+MODELS = recipe.BUILD / "tiny-models"
+
+RELEASES = ("0.5.9", "0.5.14", "0.5.16", "0.5.18", "0.5.20", "0.5.23")
+FAMILIES = (
+    *("deepseek-v3", "llama", "qwen3-moe", "qwen2", "qwen3", "qwen2-moe", "glm4-moe", "glm4-moe-lite"),
+    *("minimax-m2", "gpt-oss", "qwen3-next"),
+)
+DELIVERIES = ("in-place", "import-hook")
+LAST_RESIDUAL, SNAPSHOT = "0.5.20", "0.5.23"
+"""Releases for the two kinds of edit: the loop has a local ``residual``, or asks ``residual_batch.snapshot``."""
+COVERING = (
+    "each release x model at TP 1, where over a model's releases both deliveries meet the prefix cache on and off;"
+    f" each model at TP 2 on {LAST_RESIDUAL} and {SNAPSHOT} (one release for each kind of edit), there with the other"
+    " delivery and cache than at TP 1; the overlap scheduler and mixed chunks on both kinds of edit; always chunked"
+)
+SPANNING = (
+    Pair("0.5.9", "llama", 1, "import-hook"),
+    Pair(LAST_RESIDUAL, "qwen3-moe", 1, "in-place", ("radix",)),
+    Pair(SNAPSHOT, "deepseek-v3", 1, "import-hook"),
+)
+"""One server for each release that differs in kind; ``make test`` runs the newest, ``make test-nightly`` all."""
+QUICK = (
+    *SPANNING,
+    Pair("0.5.9", "deepseek-v3", 1, "in-place"),
+    Pair("0.5.16", "glm4-moe", 1, "in-place"),
+    Pair(LAST_RESIDUAL, "deepseek-v3", 2, "import-hook", ("radix",)),
+    Pair(LAST_RESIDUAL, "llama", 1, "in-place", ("overlap",)),
+    Pair(SNAPSHOT, "qwen3-moe", 2, "in-place"),
+)
+"""One of everything: each kind of edit and delivery, TP 2, the prefix cache, the overlap scheduler."""
 
 
-@contextmanager
-def patched(engine: Path, release: str, architecture: str) -> Iterator[dict[str, int]]:
-    """The unpacked wheel with our patch in it; gives the number of lines that went into each module."""
-    originals: dict[Path, bytes] = {}
-    lines = {}
+def covering_set() -> list[Pair]:
+    """What ``COVERING`` says, the pairs that tell most first."""
+    single = {}
+    for model_number, model in enumerate(FAMILIES):
+        for number, release in enumerate(RELEASES):
+            delivery = DELIVERIES[(number + model_number) % 2]
+            settings = ("radix",) if (number + model_number) // 2 % 2 else ()
+            single[release, model] = Pair(release, model, 1, delivery, settings)
+    double = [_opposite(single[release, model]) for model in FAMILIES for release in (LAST_RESIDUAL, SNAPSHOT)]
+    extra = [
+        Pair(release, model, 1, DELIVERIES[number], (setting,))
+        for number, (release, model) in enumerate([(LAST_RESIDUAL, "llama"), (SNAPSHOT, "deepseek-v3")])
+        for setting in ("overlap", "mixed")
+    ]
+    newest = [single[release, model] for release in (SNAPSHOT, LAST_RESIDUAL) for model in FAMILIES]
+    every = list(dict.fromkeys([*newest, *double, *extra, *single.values()]))
+    return [*filter(_is_first, every), *(pair for pair in every if not _is_first(pair))]
+
+
+def _is_first(pair: Pair) -> bool:
+    """The families that are asked of every release, and every family on the newest."""
+    return pair.model in FAMILIES[:2] or (pair.release, pair.tp) == (SNAPSHOT, 1)
+
+
+def _opposite(pair: Pair) -> Pair:
+    delivery = DELIVERIES[1 - DELIVERIES.index(pair.delivery)]
+    return replace(pair, tp=2, delivery=delivery, settings=() if pair.settings else ("radix",))
+
+
+# --------------------------------------------------------------------------- what is served
+def engine(release: str) -> Path:
+    """The unpacked release, fetched by pip on first use; dependencies are those of the SGLang venv."""
+    folder = ENGINES / release
+    if not folder.exists():
+        part = folder.with_name(f"{release}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        pip = [str(recipe.PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+        command = [*pip, *PIP_ARGS, "--no-deps", "--compile", "--target", str(part), f"sglang=={release}"]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        part.rename(folder)
+    return folder
+
+
+def model(name: str) -> Path:
+    """The tiny model, made on first use and when what makes it has changed."""
+    folder = MODELS / name
+    made_by = digest(HERE / "tiny_models.py", recipe.ROOT / "demo" / "sglang_cpu" / "make_model.py")
+    stamp = folder / "made-by"
+    if not stamp.exists() or stamp.read_text() != made_by:
+        command = [str(recipe.PYTHON), "-m", "tests.sglang.tiny_models", str(MODELS), name]
+        env = {**os.environ, **recipe.server_env()}
+        subprocess.run(command, check=True, cwd=recipe.ROOT, env=env, stdout=sys.stderr)
+        stamp.write_text(made_by)
+    return folder
+
+
+def identity() -> str:
+    """Of the patch and the import hook, as far as they decide what is captured: the beginning of a SHA-256. Which
+    releases the patch calls verified is no part of it."""
+    edits = [replace(edit, verified=[]) for edit in SPEC.edits]
+    text = json.dumps(to_json(replace(SPEC, sha256="", edits=edits)), sort_keys=True)
+    return hashlib.sha256((text + Path(sitehook.__file__).read_text()).encode()).hexdigest()[:12]
+
+
+# --------------------------------------------------------------------------- results
+def read_results() -> dict[str, Outcome]:
+    """What earlier runs found, by the key of a pair that is still in the covering set."""
     try:
-        edits = choose_edits(SPEC, release, [architecture])
-        for module in dict.fromkeys(edit.module for edit in edits):
-            path = engine / (module.replace(".", "/") + ".py")
-            originals[path] = path.read_bytes()
-            mine = [edit for edit in edits if edit.module == module]
-            edited = apply_edits(originals[path].decode(), mine, release, "fleetdump:").source
-            lines[module] = edited.count("# fleetdump:")
-            path.write_text(edited)
-        for name, text in SPEC.files.items():
-            (engine / name).write_text(text)
-        yield lines
-    finally:
-        for path, data in originals.items():
-            path.write_bytes(data)
-        for name in SPEC.files:
-            (engine / name).unlink(missing_ok=True)
+        detail = json.loads(RESULTS.read_text())["detail"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    names, keys = {item.name for item in fields(Outcome)}, {pair.key for pair in covering_set()}
+    rows = {key: row for key, row in detail.items() if key in keys}
+    return {key: Outcome(**{name: row[name] for name in names & row.keys()}) for key, row in rows.items()}
 
 
-def serve(env: SglangEnv, engine: Path, tp: int, folder: Path) -> dict[str, Any]:
-    """One server's life: prompts in one batch, then death, then the comparison."""
-    architecture = json.loads((env.model / "config.json").read_text())["architectures"][0]
-    variables = {"FLEETDUMP_TAP_CONFIG": str(tap_json(folder, LAYERS, tp)), "PYTHONPATH": str(engine)}
-    flags = [*patch_arguments(SPEC, env.version), "--chunked-prefill-size", "64"]
-    prompts, run = some_prompts("r1", PROMPTS), folder / "cap" / "r1"
-    with patched(engine, env.version, architecture) as lines:
-        with start_server(env, folder / "server.log", tp, flags, variables) as server:
-            marks = (folder / "server.log").read_text().count(SPEC.mark)
-            generate(server, prompts)
-            wait_for_rows(run / "journal-main-1f0c77aa-r0.jsonl", sum(map(len, prompts.values())))
-            for pid in session_pids(server.pid):
-                os.kill(pid, signal.SIGKILL)
-        finish(run)
-    (folder / "prompts.json").write_text(json.dumps(prompts))
-    command = [str(env.python), str(HERE / "compare_hidden_states.py"), str(env.model), str(run)]
-    done = subprocess.run([*command, str(folder / "prompts.json")], capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise AssertionError(done.stderr[-600:])
-    return {**json.loads(done.stdout), "marks": marks, "inserted_lines": lines, "start_seconds": round(server.seconds)}
+def summary(results: dict[str, Outcome]) -> dict[str, Any]:
+    """The printed object. ``older`` counts outcomes that belong to another patch than the present one."""
+    passed = [row for row in results.values() if row.state == "passed"]
+    failed = sum(row.state == "failed" for row in results.values())
+    errors = [row.max_rel_err for row in passed if row.max_rel_err is not None]
+    return {
+        "command": "make test-matrix",
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "limit": LIMIT,
+        "covering_set": COVERING,
+        "pairs": len(passed) + failed,
+        "passed": len(passed),
+        "failed": failed,
+        "worst_max_rel_err": max(errors, default=None),
+        "older": sum(row.patch != identity() for row in results.values()),
+        "not_run": [pair.key for pair in covering_set() if pair.key not in results],
+        "skipped": [{"pair": key, "why": row.why} for key, row in results.items() if row.state == "skipped"],
+        "detail": {key: asdict(row) for key, row in results.items()},
+    }
 
 
-def finish(run: Path) -> None:
-    """Close what the dead writer left. A killed process holds its locks until its last thread is gone."""
-    end = time.monotonic() + 30
-    while list(run.glob("*.part")):
-        assert time.monotonic() < end, "a shard cannot be closed"
-        close_dead(run)
-        time.sleep(0.2)
+def write_results(results: dict[str, Outcome]) -> dict[str, Any]:
+    made = summary(results)
+    temporary = RESULTS.with_suffix(".part")
+    temporary.write_text(json.dumps(made, indent=1) + "\n")
+    temporary.replace(RESULTS)
+    return made
+
+
+def is_done(row: Outcome, retry: bool) -> bool:
+    """Whether a pair needs no server: it was run with the present patch, and did not fail (unless ``retry`` is off)."""
+    return row.patch == identity() and not (retry and row.state == "failed")
+
+
+def run(pairs: Iterable[Pair], results: dict[str, Outcome]) -> None:
+    """Serve each pair and keep how it went."""
+    for pair in pairs:
+        folder = Path(tempfile.mkdtemp(prefix="fleetdump-matrix-"))
+        outcome = try_pair(Served(pair, recipe.PYTHON, engine(pair.release), model(pair.model), folder))
+        outcome.patch = identity()
+        outcome.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        results[pair.key] = outcome
+        write_results(results)
+        words = outcome.why or f"max_rel_err {outcome.max_rel_err:.2g}"
+        if outcome.state == "failed":
+            words += f" (log: {folder})"
+        else:
+            shutil.rmtree(folder)
+        print(f"{pair.key}: {outcome.state}, {words}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--engines", type=Path, required=True)
-    parser.add_argument("--models", type=Path, required=True)
-    parser.add_argument("--releases", nargs="+", required=True)
-    parser.add_argument("--only", nargs="*", default=[], help="names of models, instead of all")
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} pairs that span the kinds, instead of all")
+    parser.add_argument("--fresh", action="store_true", help="run again what is done")
+    parser.add_argument("--no-retry", action="store_true", help="leave alone what has failed with this patch")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="pairs with all these words in their name"
+    )
+    parser.add_argument("--limit", type=int, help="stop after so many servers")
+    parser.add_argument("--list", action="store_true", help="name the pairs that would be run, and run none")
     arguments = parser.parse_args()
-    python = Path(os.environ.get("FLEETDUMP_SGLANG_PYTHON") or recipe.PYTHON)
-    result: dict[str, Any] = {}
-    for release in arguments.releases:
-        for model in sorted(arguments.models.iterdir()):
-            if arguments.only and model.name not in arguments.only:
-                continue
-            env = replace(SglangEnv(python, model, release), args=recipe.SERVER_ARGS)
-            folder = Path(tempfile.mkdtemp(prefix="fleetdump-matrix-"))
-            try:
-                row = serve(env, arguments.engines / release, arguments.tp, folder)
-                shutil.rmtree(folder)
-            except (AssertionError, OSError, subprocess.SubprocessError) as error:
-                row = {"error": str(error)[-1500:], "folder": str(folder)}
-            print(release, model.name, json.dumps(row)[:300], file=sys.stderr, flush=True)
-            result.setdefault(release, {})[model.name] = row
-    print(json.dumps({"tp": arguments.tp, "layers": LAYERS, "detail": result}, indent=1))
+    results = read_results()
+    done = {key for key, row in results.items() if not arguments.fresh and is_done(row, not arguments.no_retry)}
+    every = QUICK if arguments.quick else covering_set()
+    wanted = [pair for pair in every if set(arguments.only) <= set(pair.key.split())]
+    missing = [pair for pair in wanted if pair.key not in done][: arguments.limit]
+    if arguments.list:
+        print("\n".join(pair.key for pair in missing))
+        return
+    run(missing, results)
+    made = write_results(results)
+    print(json.dumps(made, indent=1))
+    sys.exit(1 if made["failed"] else 0)
 
 
 if __name__ == "__main__":

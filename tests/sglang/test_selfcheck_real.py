@@ -166,6 +166,7 @@ def test_a_broken_tap_fails_and_its_cause_is_named(
     assert (failed(result), result.causes) == (checks, [cause]), result.checks
 
 
+@pytest.mark.nightly
 def test_a_prefix_cache_that_serves_our_prompts_is_named(
     sglang_env: SglangEnv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

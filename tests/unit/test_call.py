@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import paramiko
 import pytest
 import testverbs
 
@@ -19,6 +20,7 @@ from fleetdump.agent.protocol import AuditArgs, AuditResult, StatusArgs, StatusR
 from fleetdump.errors import HostError, LockedError, UnreachableError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.fleet.bundle import Bundle
+from fleetdump.fleet.process import SshProcess
 from fleetdump.inventory import HostConfig
 
 
@@ -265,3 +267,18 @@ def _processes_with(text: str) -> list[str]:
         for line in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.splitlines()
         if text in line
     ]
+
+
+@pytest.mark.parametrize("error", [EOFError(), OSError("Socket is closed"), paramiko.SSHException("gone")])
+def test_closing_on_a_broken_connection_hides_nothing_and_raises_nothing(error: Exception) -> None:
+    """The channel is a stand-in: paramiko raises here only in a moment that cannot be hit on purpose."""
+
+    class Channel:
+        def exec_command(self, _command: str) -> None: ...
+        def recv_stderr(self, _limit: int) -> bytes:
+            return b""
+
+        def close(self) -> None:
+            raise error
+
+    SshProcess(Channel(), "true").close()  # type: ignore[arg-type]
