@@ -194,7 +194,7 @@ def part_stall(run: Run, server: Server, name: str, strike: Callable[[], None], 
         archive.add(bundle, name)
     found = {"exit": answer.status, "seconds": round(answer.seconds, 1), "ranks": ranks, "verdicts": verdicts[:3]}
     run.note(f"stall_{name}", found)
-    server.stop()
+    server.end()
 
 
 def kill_rank(server: Server, rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -157,6 +158,14 @@ class Server:
             self.fleetdump("stop", ok=(0, 1))
         self.ready = False
 
+    def end(self) -> None:
+        """Stop it although it hangs: nobody waits here for the grace that ``stop`` gives a rank."""
+        with contextlib.suppress(RuntimeError, StopIteration, TypeError):
+            for pid in descendants(self.launcher()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.stop()
+
     def needs_ready(self) -> None:
         if not self.ready:
             raise RuntimeError(f"{self.name} is not ready")
@@ -164,13 +173,16 @@ class Server:
     def ranks(self) -> dict[int, int]:
         """Pid of each rank's scheduler process, of this server alone."""
         found = {}
-        launcher = next(server["pid"] for server in self.fleetdump("status").record()["data"]["servers"])
-        for pid in descendants(launcher):
+        for pid in descendants(self.launcher()):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if "sglang::scheduler" in line:
                     found[int(line.partition("_TP")[2].split()[0].split("_")[0])] = pid
         return found
+
+    def launcher(self) -> int:
+        pid: int = next(server["pid"] for server in self.fleetdump("status").record()["data"]["servers"])
+        return pid
 
     def generate(self, ids: list[int], rid: str = "", seconds: float = 60.0) -> dict[str, Any]:
         """One prompt, one token."""
