@@ -87,7 +87,7 @@ class Reference:
         def hook(_layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.led is None:
                 return None
-            stream = self.led[:, number].to(DEVICE)[None]
+            stream = self.led[:, number].to(DEVICE, self.model.dtype)[None]  # float32 that holds bf16 values
             return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
         return hook

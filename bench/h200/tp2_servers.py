@@ -91,6 +91,8 @@ class Server:
     layers: list[int]
     args: list[str]
     env: dict[str, str] = field(default_factory=dict)
+    capture_in: Path | None = None
+    """The folder for captured rows; None: one on the disk, beside the others of this server."""
     ready: bool = False
 
     @property
@@ -103,7 +105,7 @@ class Server:
 
     @property
     def capture(self) -> Path:
-        return self.folder / "capture"
+        return (self.capture_in or self.folder) / "capture"
 
     def prepare(self) -> None:
         """Write the inventory; one state directory a server, so that several can be deployed at once."""

@@ -61,6 +61,6 @@ def architectures_of(models: Sequence[str]) -> List[str]:
     """What the config.json of each model directory names; empty when one cannot be read (a model that is still to be
     downloaded), since then any module may be the one that is run."""
     try:
-        return [read_model(model).architecture for model in models]
+        return [read_model(model, needs_weights=False).architecture for model in models]
     except AgentFailure:
         return []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from fleetdump.agent import engine, patching, patchrecord, procfs
-from fleetdump.agent.arguments import added_arguments
+from fleetdump.agent.arguments import added_arguments, option_value
 from fleetdump.agent.configfile import config_arguments
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.flagrules import patch_arguments
@@ -167,7 +167,7 @@ def check_model(server: ServerSpec, layers: Sequence[int]) -> Checked:
         text = f"model {server.model_path} is a hub name; it is not looked at"
         return Checked([Finding(key, "warning", text, "prefer a local directory: hosts then cannot differ")])
     try:
-        model = read_model(server.model_path)
+        model = read_model(server.model_path, option_value(server.args, ("--load-format",)) != "dummy")
     except AgentFailure as failure:
         return Checked([blocked(key, failure)])
     text = f"model {model.architecture}, {model.num_layers} layers, hidden {model.hidden_size}, {model.dtype}"

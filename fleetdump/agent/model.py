@@ -14,9 +14,10 @@ UNKNOWN = "unknown"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
-def read_model(path: str) -> ModelFacts:
+def read_model(path: str, needs_weights: bool = True) -> ModelFacts:
     """Facts from ``config.json`` and an identity over it and the weight files' names and sizes; raises
-    ``AgentFailure`` not_found. A multimodal model's sizes stand in its ``text_config``."""
+    ``AgentFailure`` not_found, also when there are no weights and they are needed. A multimodal model's sizes stand in
+    its ``text_config``."""
     folder = os.path.expanduser(path)
     try:
         with open(os.path.join(folder, "config.json"), "rb") as file:
@@ -32,7 +33,7 @@ def read_model(path: str) -> ModelFacts:
             why=str(error),
             next_step="set `model_path` in the inventory to a directory with config.json and weights",
         ) from error
-    if not names:
+    if not names and needs_weights:
         raise AgentFailure(
             "not_found",
             "the model directory has no weight files",

@@ -34,6 +34,10 @@ EXPECTED = {
     "h200_jit_sources_missing": ({"LAUNCHER_DIED"}, STALL, "warmup", 0),
     "h200_patch_raised": ({"LAUNCHER_DIED"}, STALL, "capture", 0),
     "h200_spin_capture": ({"PARENT_WAITS_READY"}, STALL, "capture", 1),
+    "h200_tp2_no_p2p": ({"IDLE_OK"}, OK, "serving", None),
+    "h200_tp2_spin": ({"RANK_SPIN"}, STALL, "serving", 1),
+    "h200_tp2_killed": ({"LAUNCHER_DIED"}, STALL, "serving", 1),
+    "h200_tp2_extra_collective": ({"COLLECTIVE_DIVERGED"}, STALL, "serving", 0),
     "cpu_forward_spin_tp1": ({"WARMUP_STALL"}, STALL, "warmup", 0),
     "cpu_barrier_tp2": ({"COLLECTIVE_DIVERGED"}, STALL, "warmup", None),
     "cpu_kv_pool_spin_tp1": ({"PARENT_WAITS_READY"}, STALL, "kv_pool", 0),
@@ -139,6 +143,17 @@ def test_counts_tell_parted_ranks_from_a_kernel_without_end() -> None:
     best = diagnose(evidence)[0]
     assert best.code == "COLLECTIVE_DIVERGED"
     assert "KERNEL_SPIN" not in {v.code for v in diagnose(evidence)}
+
+
+def test_of_two_ranks_at_the_same_place_the_one_that_ran_more_is_named() -> None:
+    """Both hosts wait for their GPUs at one line, so neither stack nor GPU tells them apart; only the counts do."""
+    evidence = load("h200_tp2_extra_collective")
+    for one in evidence.ras.mismatches[0].ranks:
+        one.count = 3675 - one.count
+    assert diagnose(evidence)[0].rank == 1
+    next(stack for stack in evidence.stacks if stack.label == "TP1").frames = ["forward (model.py:7)"]
+    best = diagnose(evidence)[0]
+    assert (best.code, best.rank) == ("COLLECTIVE_DIVERGED", None)
 
 
 def test_counts_that_differ_in_passing_are_no_hang() -> None:

@@ -112,6 +112,13 @@ def test_the_identity_of_a_model_changes_with_its_weights_and_config(server: Ser
             read_model(server.model_path)
 
 
+@pytest.mark.parametrize(("args", "level"), [([], "blocker"), (["--load-format=dummy"], "ok")])
+def test_only_random_weights_need_no_file(server: ServerSpec, args: list[str], level: str) -> None:
+    (Path(server.model_path) / "model.safetensors").unlink()
+    server.args = args
+    assert checks.check_model(server, []).findings[0].level == level
+
+
 def test_a_hub_name_is_not_looked_at() -> None:
     assert checks.check_model(ServerSpec("a", "python", "org/name", 1), []).findings[0].level == "warning"
 

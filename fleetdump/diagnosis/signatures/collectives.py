@@ -33,13 +33,14 @@ def diverged(view: View) -> Verdict | None:
     facts = [*_flight_facts(view.evidence.flight), *_contradictions(view)]
     if not facts and not found.diverged:
         return None
+    rank = _odd_one(view) if found.rank is None else found.rank
     return Verdict(
         "COLLECTIVE_DIVERGED",
         f"the ranks have parted and none of their collectives ends: {_how_parted(view, found)}",
         DIRECT if facts else PATTERN,
         phase=view.phase,
-        rank=_odd_one(view) if found.rank is None else found.rank,
-        evidence=[*facts, *found.facts, *stack_facts(view)],
+        rank=rank,
+        evidence=[*facts, *_ran_more(view, rank), *found.facts, *stack_facts(view)],
         next_steps=["look for code that only some ranks run (a condition on rank, a patch, an early return)"],
     )
 
@@ -90,13 +91,38 @@ def _top(ranks: list[RankCount]) -> int:
 
 
 def _odd_one(view: View) -> int | None:
-    """The one rank whose count is unlike all others' (of three or more)."""
+    """The one rank whose count is unlike all others' (of three or more); of two, the one that ran more than the other
+    on the way to the same place."""
     for mismatch in view.evidence.ras.mismatches:
         counts = [one.count for one in mismatch.ranks]
         lonely = [one for one in mismatch.ranks if counts.count(one.count) == 1]
         if len(counts) > 2 and len(lonely) == 1:
-            return next((p.rank for p in view.schedulers if p.pid == lonely[0].pid), lonely[0].rank)
+            return _rank_of_count(view, lonely[0])
+        if len(lonely) == 2 and len(counts) == 2 and _same_place(view):
+            return _rank_of_count(view, max(mismatch.ranks, key=lambda one: one.count))
     return None
+
+
+def _rank_of_count(view: View, counted: RankCount) -> int:
+    """The server's rank: a communicator numbers its members by itself."""
+    own = (p.rank for p in view.schedulers if p.pid == counted.pid and p.rank is not None)
+    return next(own, counted.rank)
+
+
+def _same_place(view: View) -> bool:
+    """Whether every rank's host waits at the same frame, by stacks of all of them."""
+    stacks = [view.stack(p) for p in view.schedulers]
+    return bool(stacks) and len({tuple(stack.frames) if stack else () for stack in stacks} | {()}) == 2
+
+
+def _ran_more(view: View, rank: int | None) -> list[str]:
+    """What names the rank where counts alone do not."""
+    if rank is None or not (_contradictions(view) and _same_place(view)):
+        return []
+    return [
+        f"all ranks' hosts wait at the same place, and rank {rank} has launched more on its way there: it ran a "
+        "collective that the others did not (or they left one out)"
+    ]
 
 
 def ras_facts(view: View) -> list[str]:
