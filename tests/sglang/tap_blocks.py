@@ -325,7 +325,8 @@ def memory_stays_bounded_while_the_disk_is_slow():
     assert written > 50
     assert written + left == sent
     assert blocks.gauge().used == 0
-    assert grown[-1] - grown[len(grown) // 3] < 8 << 20, grown
+    # The buffers are 7 MB, touched as they are used; what was left out would have been tens of times that.
+    assert grown[-1] - grown[len(grown) // 3] < 32 << 20, grown
 
 
 def resident():
