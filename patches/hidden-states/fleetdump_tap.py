@@ -355,7 +355,9 @@ class _Tap:
             return
         wanted, skips, at = [], [], 0
         for request in forward.requests:
-            if not self._continues(request):
+            if self._is_repeat(request):
+                pass
+            elif not self._continues(request):
                 skips.append(Skip(request.rid, "prefix_missing", f"rows begin at {request.start}"))
             elif request.rows:
                 wanted.append(Rows(request.rid, at, request.rows, request.start))
@@ -364,6 +366,10 @@ class _Tap:
             self._next.pop(rows.rid, None)
             skips.append(Skip(rows.rid, "backpressure", self._blocks.no_room()))
         writer.skip(skips)
+
+    def _is_repeat(self, request: _Rows) -> bool:
+        """Whether these rows were captured before: a retracted request goes on where a prefix cache still has it."""
+        return request.start > 0 and request.start + request.rows <= self._next.get(request.rid, 0)
 
     def _continues(self, request: _Rows) -> bool:
         """Whether these rows follow on what was captured of the request. Position 0 begins anew (a retracted request

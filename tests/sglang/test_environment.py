@@ -42,8 +42,11 @@ for row in json.load(sys.stdin):
     save_file({"a": states[:half].contiguous(), "b": states[half:].contiguous()}, out / "host" / (name + ".s"))
     save_file({"ids": torch.tensor(ids, dtype=torch.int32), "mask": torch.tensor(mask, dtype=torch.uint8)},
               out / "host" / (name + ".t"))
-    pieces = [{"shard": name + ".s", "name": "b", "start": half}, {"shard": name + ".s", "name": "a", "start": 0}]
-    lines.append({"id": name, "path": "host", "pieces": pieces, "layers": {"input": [1, 3, 5]},
+    whole = {"shard": name + ".s", "slots": [0, 1, 2, 3]}
+    pieces = [{**whole, "name": "b", "start": half, "rows": len(ids) - half},
+              {**whole, "name": "a", "start": 0, "rows": half}]
+    lines.append({"id": name, "path": "host", "tokens": len(ids), "hidden": states.shape[-1], "pieces": pieces,
+                  "layers": {"input": [1, 3, 5]},
                   "token_shard": {"shard": name + ".t", "ids": "ids", "mask": "mask"}})
 (out / "manifest.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 """
