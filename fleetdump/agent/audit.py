@@ -19,6 +19,9 @@ from fleetdump.agent.scrub import scrub_argv
 FILE = "audit.jsonl"
 _LONGEST_TEXT = 120
 _LONGEST_LIST = 32
+_USUAL_LINE = 4096
+"""Bytes that are read of the log for each entry that is asked for."""
+_LATEST = 1e11
 _NAMES_ONLY = frozenset({"env", "files"})
 """Keys whose objects map names to contents: the names are worth auditing, the contents are secret or long."""
 
@@ -63,12 +66,19 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def audit(args: AuditArgs, ctx: AgentContext) -> AuditResult:
-    """Who changed this host, and who does now. Lines that cannot be read are passed over."""
+    """Who changed this host, and who does now. Lines that cannot be read are passed over; of a long log only the end
+    is read."""
     entries: Deque[AuditEntry] = deque(maxlen=args.entries)
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(ctx.state.root / FILE, "rb") as file:
-        for line in file:
-            with contextlib.suppress(*UNREADABLE):
-                entries.append(decode(AuditEntry, line, FILE))
+    path = ctx.state.root / FILE
+    if path.is_file():
+        with open(str(path), "rb") as file:
+            before = max(0, file.seek(0, os.SEEK_END) - args.entries * _USUAL_LINE)
+            file.seek(before)
+            for line in file.readlines()[1 if before else 0 :]:
+                with contextlib.suppress(*UNREADABLE):
+                    entry = decode(AuditEntry, line, FILE)
+                    if 0 <= entry.t < _LATEST and 0 <= entry.seconds < _LATEST:  # no NaN either
+                        entries.append(entry)
     return AuditResult(list(entries), held_by(ctx.state.root / "lock"))
 
 

@@ -42,6 +42,21 @@ def open_journal(path: Path) -> Optional[BinaryIO]:
     return file
 
 
+def writer_lives(path: Path) -> bool:
+    """Whether a process holds the journal at ``path``; nothing is changed, made or waited for."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def append_lines(file: BinaryIO, records: Sequence[Any]) -> None:
     """Append records to a file of ``open_lines`` and fsync it. If that fails (``OSError``), what was written of them
     is cut off again, so that a later append cannot run into a torn line."""

@@ -42,6 +42,8 @@ class JournalIndex:
         """Read every journal in ``directory``. Raises ``FormatError``, ``OSError``."""
         index = cls()
         for path in sorted(directory.glob("journal-*.jsonl")):
+            if path.is_symlink() or not path.is_file():
+                continue  # not ours: a pipe would be waited for, a link leads elsewhere
             for record in read_journal(path)[0]:
                 if isinstance(record, PieceRecord):
                     index.pieces[record.shard].append(record)

@@ -11,17 +11,20 @@ import os
 import stat
 from contextlib import closing
 from pathlib import Path
-from typing import Dict, List, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
-from fleetdump.agent.context import AgentContext
+from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import (
     RUN_NAME,
     FileName,
     FormatError,
+    JournalRecord,
+    ManifestLine,
+    PieceRecord,
     ShardRecord,
     Writer,
 )
-from fleetdump.agent.jsonl import open_journal, read_journal
+from fleetdump.agent.jsonl import decode_record, open_journal, read_journal, read_lines
 from fleetdump.agent.protocol import (
     AgentFailure,
     FetchArgs,
@@ -30,24 +33,39 @@ from fleetdump.agent.protocol import (
     ShardsArgs,
     ShardsResult,
 )
-from fleetdump.agent.shardwriter import finish_part, journal_closed
+from fleetdump.agent.shardwriter import closed_name, finish_part, journal_closed
+from fleetdump.agent.share import shares_of
+
+Needed = Mapping[str, Set[str]]
+"""Names of the pieces that manifests name, by shard."""
 
 
-def shards(args: ShardsArgs, ctx: AgentContext) -> ShardsResult:  # noqa: ARG001 (a verb's signature)
+def shards(args: ShardsArgs, ctx: AgentContext) -> ShardsResult:
     """Every file of the run, sorted by name; with ``close`` the parts of dead writers are finished first."""
     directory = _run_directory(args.capture_dir, args.run)
     try:
         if args.close:
-            close_dead(directory)
+            close_dead(directory, needed_pieces(ctx.state, args.run))
         return ShardsResult(_list(directory))
     except FormatError as error:
         advice = "look at that file; samples in other shards are not affected"
         raise AgentFailure("failed", "the run's shards cannot be listed", str(directory), str(error), advice) from error
 
 
-def close_dead(directory: Path) -> None:
-    """Finish what dead writers left in a run's capture directory. Raises ``FormatError`` for a broken journal,
-    ``OSError``."""
+def needed_pieces(state: State, run: str) -> Dict[str, Set[str]]:
+    """The pieces that the run's manifests on this host name, by shard. Raises ``FormatError``."""
+    needed: Dict[str, Set[str]] = {}
+    for share in shares_of(state, run):
+        for line in read_lines(share.manifest)[0]:
+            for piece in decode_record(ManifestLine, line, str(share.manifest)).pieces:
+                needed.setdefault(piece.shard, set()).add(piece.name)
+    return needed
+
+
+def close_dead(directory: Path, needed: Optional[Needed] = None) -> None:
+    """Finish what dead writers left in a run's capture directory. A part whose journal has lost lines of ``needed``
+    pieces is left as it is: finishing it would cut them off. Raises ``FormatError`` for a broken journal, ``OSError``.
+    """
     digests = _digests(directory)
     unfinished = {
         str(name.writer): name.writer
@@ -55,10 +73,16 @@ def close_dead(directory: Path) -> None:
         if name.writer is not None and name.kind == name.writer.prefix and (name.part or path.name not in digests)
     }
     for _, writer in sorted(unfinished.items()):
-        finish_dead_writer(directory, writer)
+        finish_dead_writer(directory, writer, needed or {})
 
 
-def finish_dead_writer(directory: Path, writer: Writer) -> bool:
+def lost_pieces(path: Path, records: Sequence[JournalRecord], needed: Needed) -> Set[str]:
+    """The pieces of a part that samples need and its journal does not have."""
+    shard = closed_name(path)
+    return needed.get(shard, set()) - {r.name for r in records if isinstance(r, PieceRecord) and r.shard == shard}
+
+
+def finish_dead_writer(directory: Path, writer: Writer, needed: Optional[Needed] = None) -> bool:
     """Bring a dead writer's files to their final state: parts closed or removed, each closed shard in the journal.
     False, and nothing done, when the writer lives. May be interrupted anywhere and called again. Raises
     ``FormatError`` for a broken journal, ``OSError``."""
@@ -69,6 +93,8 @@ def finish_dead_writer(directory: Path, writer: Writer) -> bool:
         records, _ = read_journal(directory / writer.journal)
         journalled = {record.shard for record in records if isinstance(record, ShardRecord)}
         for path, name in _shards_of(directory, writer):
+            if name.part and lost_pieces(path, records, needed or {}):
+                continue
             if name.part:
                 finish_part(path, records, journal)
             elif path.name not in journalled:

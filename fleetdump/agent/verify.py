@@ -5,16 +5,15 @@ With ``repair`` what dead writers left open is finished first, up to the last go
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
-from typing import Dict, List, Set, Tuple
+from typing import Dict, Iterator, List, Set, Tuple
 
 from fleetdump.agent.context import AgentContext
-from fleetdump.agent.formats import PART_SUFFIX, FileName, FormatError, PieceRecord
-from fleetdump.agent.jsonl import open_journal, read_lines
+from fleetdump.agent.formats import PART_SUFFIX, FileName, FormatError, ManifestLine, PieceRecord
+from fleetdump.agent.jsonl import decode_record, read_lines, writer_lives
 from fleetdump.agent.protocol import AgentFailure, RunVerification, VerifyArgs, VerifyResult
 from fleetdump.agent.shardcheck import Fault, JournalIndex, verify_part, verify_shard
-from fleetdump.agent.shards import close_dead
+from fleetdump.agent.shards import close_dead, needed_pieces
 from fleetdump.agent.share import Share, runs_of, shares_of
 
 MAX_FAULTS = 100
@@ -34,11 +33,13 @@ def _verify_run(run: str, repair: bool, ctx: AgentContext) -> RunVerification:
     result = RunVerification(run)
     shares = shares_of(ctx.state, run)
     directories = {spec.directory for spec in (share.spec() for share in shares) if spec is not None}
+    if not shares:
+        result.faults.append(f"{ctx.state.root / 'runs' / run}: no share.json, so nobody knows where its shards lie")
     try:
+        _verify_manifests(shares, result)  # first: what a living driver commits meanwhile has its journal lines by then
         for directory in sorted(directories):
             if directory.is_dir():
                 _verify_directory(directory, repair, result, ctx)
-        _verify_manifests(shares, result)
     except FormatError as error:
         result.faults.append(str(error))
     result.faults, result.more_faults = result.faults[:MAX_FAULTS], max(0, len(result.faults) - MAX_FAULTS)
@@ -49,8 +50,12 @@ def _verify_directory(directory: Path, repair: bool, result: RunVerification, ct
     living, torn = _parts(directory)
     if repair and torn:
         ctx.emit("step", text=f"{result.run}: finishing {len(torn)} shards of dead writers")
-        close_dead(directory)
-        result.repaired += torn
+        close_dead(directory, needed_pieces(ctx.state, result.run))
+        left = {name for name in torn if (directory / name).exists()}
+        result.repaired += [name for name in torn if name not in left]
+        result.faults += [
+            f"{name}: its journal has lost pieces that samples need; left as it is" for name in sorted(left)
+        ]
     else:
         result.torn += torn
     index = JournalIndex.read(directory)
@@ -80,36 +85,38 @@ def _parts(directory: Path) -> Tuple[List[str], List[str]]:
         name = FileName.parse(path.name)
         if name is None or name.writer is None:
             continue
-        journal = open_journal(directory / name.writer.journal)
-        if journal is None:
-            living.append(path.name)
-            continue
-        with closing(journal):
-            torn.append(path.name)
+        (living if writer_lives(directory / name.writer.journal) else torn).append(path.name)
     return living, torn
 
 
 def _verify_manifests(shares: List[Share], result: RunVerification) -> None:
-    """Every line names pieces that journals name alike, and no id stands twice."""
+    """Every line names pieces, ids and a mask that journals name alike, and no id stands twice."""
     for share in shares:
         spec = share.spec()
         if spec is None:
             continue
+        lines = [decode_record(ManifestLine, line, str(share.manifest)) for line in read_lines(share.manifest)[0]]
         index = JournalIndex.read(spec.directory) if spec.directory.is_dir() else JournalIndex()
         known: Dict[Tuple[str, str], PieceRecord] = {
             (piece.shard, piece.name): piece for pieces in index.pieces.values() for piece in pieces
         }
         seen: Set[str] = set()
-        for line in read_lines(share.manifest)[0]:
+        for line in lines:
             result.samples += 1
-            if line["id"] in seen:
-                result.faults.append(f"{share.manifest}: sample {line['id']} stands twice")
-            seen.add(line["id"])
-            for piece in line["pieces"]:
-                record = known.get((piece["shard"], piece["name"]))
-                if record is None or (record.offset, record.bytes, record.crc32) != (
-                    piece["offset"],
-                    piece["bytes"],
-                    piece["crc32"],
-                ):
-                    result.faults.append(f"{piece['shard']}: sample {line['id']}: no journal has {piece['name']} so")
+            if line.id in seen:
+                result.faults.append(f"{share.manifest}: sample {line.id} stands twice")
+            seen.add(line.id)
+            result.faults += _unbacked(line, known)
+
+
+def _unbacked(line: ManifestLine, known: Dict[Tuple[str, str], PieceRecord]) -> Iterator[str]:
+    """What the line names and no journal has so."""
+    for piece in line.pieces:
+        record = known.get((piece.shard, piece.name))
+        if record is None or (record.offset, record.bytes, record.crc32) != (piece.offset, piece.bytes, piece.crc32):
+            yield f"{piece.shard}: sample {line.id}: no journal has {piece.name} so"
+    tokens = line.token_shard
+    for name, checksum in ((tokens.ids, tokens.ids_crc32), (tokens.mask, tokens.mask_crc32)):
+        record = known.get((tokens.shard, name))
+        if record is None or record.crc32 != checksum:
+            yield f"{tokens.shard}: sample {line.id}: no journal has {name} so"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import getpass
+import math
 import socket
 import sys
 from collections.abc import Callable
@@ -102,9 +103,19 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+class Seconds(click.FloatRange):
+    """A finite number in a range: ``nan`` is in none, and click's own check lets it pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number of seconds", param, ctx)
+        return number
+
+
 lock_wait_option = click.option(
     "--lock-wait",
-    type=click.FloatRange(min=0),
+    type=Seconds(0, 7 * 86400),
     default=0.0,
     metavar="SECONDS",
     help="Wait so long for another operator's change of a host to end, instead of giving up at once (exit code 5).",

@@ -11,7 +11,7 @@ import click
 from fleetdump.agent.evidence_files import write_files
 from fleetdump.agent.evidence_types import EVIDENCE_VERSION, Evidence
 from fleetdump.agent.protocol import ProtocolError, from_json, to_json
-from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, run
+from fleetdump.cli._fleet import FleetOptions, Report, Seconds, Verb, fleet_options, run
 from fleetdump.diagnosis import STALL
 from fleetdump.diagnosis import diagnose as decide
 from fleetdump.errors import ExitCode, UsageError
@@ -24,7 +24,7 @@ from fleetdump.views.verdicts import show_diagnoses, show_heard, show_markdown
 @click.option("--server", default="", help="One of our servers; default: each server of the host.")
 @click.option("--port", type=click.IntRange(1, 65535), default=None, help="Any server that listens on this port.")
 @click.option("--pid", type=click.IntRange(1), default=None, help="Any server by its launcher's pid.")
-@click.option("--seconds", type=click.FloatRange(1, 600), default=5.0, show_default=True, help="Between two samples.")
+@click.option("--seconds", type=Seconds(1, 600), default=5.0, show_default=True, help="Between two samples.")
 @click.option("--deep", is_flag=True, help="Take strace and stacks even when the samples show progress.")
 @click.option("--save", type=click.Path(path_type=Path), default=None, help="Write the evidence below this folder.")
 @click.option("--bundle", type=click.Path(path_type=Path, exists=True), default=None, help="Judge saved evidence.")
@@ -93,21 +93,29 @@ def _save(folder: Path, diagnosis: Diagnosis) -> None:
     write_files(from_json(Evidence, diagnosis.evidence), folder)
 
 
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is not a number that evidence has")
+
+
 def _load(path: Path) -> Evidence:
     step = "give the folder that diagnose --save wrote, or one written as docs/evidence.md says"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         version = data.get("v", EVIDENCE_VERSION) if isinstance(data, dict) else None
         if version != EVIDENCE_VERSION:
             raise ProtocolError(f"its schema is version {version}, this fleetdump reads version {EVIDENCE_VERSION}")
         return from_json(Evidence, data)
-    except (OSError, ValueError, ProtocolError) as error:
+    except (OSError, ValueError, ProtocolError, RecursionError) as error:
         raise UsageError("not an evidence bundle that can be read", str(path), str(error), step) from error
 
 
 def _judge_bundle(options: FleetOptions, bundle: Path, anonymise: bool, as_markdown: bool) -> None:
     evidence = _load(bundle / "evidence.json" if bundle.is_dir() else bundle)
-    diagnosis = Diagnosis(evidence.target.server or bundle.name, decide(evidence), "", to_json(evidence))
+    try:
+        verdicts = decide(evidence)
+    except OverflowError as error:
+        raise UsageError("the bundle has a number that nothing has", str(bundle), str(error)) from error
+    diagnosis = Diagnosis(evidence.target.server or bundle.name, verdicts, "", to_json(evidence))
     diagnosis = masked(diagnosis) if anonymise else diagnosis
     report = Report(options, _verb(as_markdown))
     report.add("bundle", Outcome([diagnosis], None, 0.0))

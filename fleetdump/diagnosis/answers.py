@@ -85,7 +85,7 @@ class Answers:
             lines = max(1.0, log.growth / max(len(log.repeated_line), USUAL_LINE))
             quiet = max(quiet, min(self.evidence.uptime, log.repeated * self.evidence.seconds / lines))
         usual = SILENCE_OF.get(self.phase, SILENCE)
-        given = getattr(watch.patiences, self.phase) if watch and watch.patiences else usual
+        given = getattr(watch.patiences, self.phase, usual) if watch and watch.patiences else usual
         return quiet, given
 
     @property

@@ -69,7 +69,10 @@ class RunFiles:
         prefix = f"shard-{self._writer}-"
         with self._lock:
             names = [name[len(prefix) :] for name in os.listdir(self._directory) if name.startswith(prefix)]
-            number = max((int(name.split(".")[0]) for name in names), default=-1) + 1
+            numbers = [
+                int(name.split(".")[0]) for name in names if name.split(".")[0].isdecimal()
+            ]  # a copy is not ours
+            number = max(numbers, default=-1) + 1
             path = self._directory / f"{prefix}{number}.safetensors"
             metadata = {**self._metadata, "slots": json.dumps(slots)}
             return Shard(path, metadata, self._config.header_bytes, self._config.shard_bytes)

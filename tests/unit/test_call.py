@@ -180,7 +180,10 @@ def test_the_audit_log_is_read_from_its_end_and_past_broken_lines(local_host: Ho
     for _ in range(3):
         local_host.call(testverbs.CountArgs(), testverbs.Done, verb="count")
     with (state_of(local_host) / "audit.jsonl").open("ab") as file:
-        file.write(b'{"v":1,"t":"soon"}\n\xff\n{"v":1,"t":1.0,"op')
+        file.write(b'{"v":1,"t":"soon"}\n\xff\n')
+        for moment in ("NaN", "1e300", "-1"):
+            file.write(b'{"v":1,"t":%s,"operator":"x","verb":"x","args":{},"ok":true,"seconds":1}\n' % moment.encode())
+        file.write(b'{"v":1,"t":1.0,"op')
     told = local_host.call(AuditArgs(2), AuditResult, verb="audit")
     assert [(entry.verb, entry.operator) for entry in told.entries] == [("count", "tester@here")] * 2
 

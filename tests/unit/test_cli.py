@@ -49,7 +49,12 @@ def test_each_command_has_help_with_an_example(command: str) -> None:
     assert f"fleetdump {command}" in result.stdout
 
 
-@pytest.mark.parametrize("args", [("nonsense",), ("deploy", "--on-stall", "explode"), ("check", "--jobs", "0")])
+WRONG = [("nonsense",), ("deploy", "--on-stall", "explode"), ("check", "--jobs", "0")]
+WRONG += [("stop", "--lock-wait", seconds) for seconds in ("nan", "inf", "-1", "1e308")]
+WRONG += [("diagnose", "--seconds", "nan")]
+
+
+@pytest.mark.parametrize("args", WRONG)
 def test_wrong_usage_exits_2(args: tuple[str, ...]) -> None:
     result = fleetdump(*args)
     assert result.returncode == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,49 @@ def test_a_torn_shard_is_told_and_repaired_up_to_its_last_good_line(host: StandI
     assert (one.repaired, one.torn, one.faults, one.is_whole) == ([part.name], [], [], True)
     assert [path.suffix for path in tap_shards(host)] == [".safetensors"]
     assert verified(host, repair=True).repaired == []
+
+
+def keep_lines(journal: Path, count: int) -> None:
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:count]))
+
+
+@pytest.mark.parametrize("lines", [None, 0, 3])
+def test_a_part_that_samples_need_is_not_cut_because_its_journal_is_lost(
+    host: StandIn, share: Share, lines: int | None
+) -> None:
+    part = tear(host)
+    before = part.read_bytes()
+    (journal,) = part.parent.glob("journal-*-r0.jsonl")
+    if lines is None:
+        journal.unlink()
+    else:
+        keep_lines(journal, lines)
+    one = verified(host, repair=True)
+    assert (one.repaired, one.is_whole) == ([], False)
+    assert any("its journal has lost pieces" in fault for fault in one.faults)
+    assert part.read_bytes() == before
+
+
+def test_a_lost_token_shard_is_found(host: StandIn, share: Share) -> None:
+    host.kill()
+    for path in (Path(host.capture.dir) / "r1").glob("*driver*"):
+        path.unlink()
+    one = verified(host)
+    assert not one.is_whole
+    assert any(":ids so" in fault for fault in one.faults)
+
+
+def test_looking_changes_nothing_and_waits_for_nothing(host: StandIn, share: Share, tmp_path: Path) -> None:
+    """Torn journals stay torn, links lead nowhere, pipes are not read."""
+    part = tear(host)
+    (journal,) = part.parent.glob("journal-*-r0.jsonl")
+    foreign = tmp_path / "foreign"
+    foreign.write_text("not ours, and without a newline")
+    (part.parent / "journal-main-00000077-r0.jsonl").symlink_to(foreign)
+    os.mkfifo(part.parent / "journal-main-00000078-r0.jsonl")
+    before = journal.read_bytes()
+    assert verified(host).torn == [part.name]
+    assert (journal.read_bytes(), foreign.read_text()) == (before, "not ours, and without a newline")
 
 
 def test_a_part_of_a_living_writer_is_left_alone(host: StandIn, share: Share) -> None:
