@@ -6,7 +6,9 @@ knows the writer dead, and has become the one who may finish its files.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import stat
 from contextlib import closing
@@ -24,7 +26,7 @@ from fleetdump.agent.formats import (
     ShardRecord,
     Writer,
 )
-from fleetdump.agent.jsonl import decode_record, open_journal, read_journal, read_lines
+from fleetdump.agent.jsonl import decode_record, open_journal, read_journal
 from fleetdump.agent.protocol import (
     AgentFailure,
     FetchArgs,
@@ -53,12 +55,13 @@ def shards(args: ShardsArgs, ctx: AgentContext) -> ShardsResult:
 
 
 def needed_pieces(state: State, run: str) -> Dict[str, Set[str]]:
-    """The pieces that the run's manifests on this host name, by shard. Raises ``FormatError``."""
+    """The pieces that the run's manifests on this host name, by shard; lines that cannot be read name none."""
     needed: Dict[str, Set[str]] = {}
     for share in shares_of(state, run):
-        for line in read_lines(share.manifest)[0]:
-            for piece in decode_record(ManifestLine, line, str(share.manifest)).pieces:
-                needed.setdefault(piece.shard, set()).add(piece.name)
+        for raw in share.manifest.read_bytes().splitlines() if share.manifest.is_file() else ():
+            with contextlib.suppress(ValueError, FormatError, RecursionError):
+                for piece in decode_record(ManifestLine, json.loads(raw), share.manifest.name).pieces:
+                    needed.setdefault(piece.shard, set()).add(piece.name)
     return needed
 
 

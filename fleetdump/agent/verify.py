@@ -36,7 +36,9 @@ def _verify_run(run: str, repair: bool, ctx: AgentContext) -> RunVerification:
     if not shares:
         result.faults.append(f"{ctx.state.root / 'runs' / run}: no share.json, so nobody knows where its shards lie")
     try:
-        _verify_manifests(shares, result)  # first: what a living driver commits meanwhile has its journal lines by then
+        # First: what a living driver commits meanwhile has its journal lines by then.
+        for share in shares:
+            _verify_manifest(share, result)
         for directory in sorted(directories):
             if directory.is_dir():
                 _verify_directory(directory, repair, result, ctx)
@@ -89,24 +91,27 @@ def _parts(directory: Path) -> Tuple[List[str], List[str]]:
     return living, torn
 
 
-def _verify_manifests(shares: List[Share], result: RunVerification) -> None:
+def _verify_manifest(share: Share, result: RunVerification) -> None:
     """Every line names pieces, ids and a mask that journals name alike, and no id stands twice."""
-    for share in shares:
-        spec = share.spec()
-        if spec is None:
-            continue
+    spec = share.spec()
+    if spec is None:
+        return
+    try:
         lines = [decode_record(ManifestLine, line, str(share.manifest)) for line in read_lines(share.manifest)[0]]
-        index = JournalIndex.read(spec.directory) if spec.directory.is_dir() else JournalIndex()
-        known: Dict[Tuple[str, str], PieceRecord] = {
-            (piece.shard, piece.name): piece for pieces in index.pieces.values() for piece in pieces
-        }
-        seen: Set[str] = set()
-        for line in lines:
-            result.samples += 1
-            if line.id in seen:
-                result.faults.append(f"{share.manifest}: sample {line.id} stands twice")
-            seen.add(line.id)
-            result.faults += _unbacked(line, known)
+    except FormatError as error:
+        result.faults.append(str(error))
+        return
+    index = JournalIndex.read(spec.directory) if spec.directory.is_dir() else JournalIndex()
+    known: Dict[Tuple[str, str], PieceRecord] = {
+        (piece.shard, piece.name): piece for pieces in index.pieces.values() for piece in pieces
+    }
+    seen: Set[str] = set()
+    for line in lines:
+        result.samples += 1
+        if line.id in seen:
+            result.faults.append(f"{share.manifest}: sample {line.id} stands twice")
+        seen.add(line.id)
+        result.faults += _unbacked(line, known)
 
 
 def _unbacked(line: ManifestLine, known: Dict[Tuple[str, str], PieceRecord]) -> Iterator[str]:

@@ -116,9 +116,17 @@ def _show_merged(merged: CollectReport, as_json: bool) -> None:
         f" {merged.duplicated} duplicated, {merged.rejected} rejected; {merged.manifest}",
         markup=False,
     )
-    for label, lines in (("missing", merged.missing), ("rejected", merged.rejects), ("differs", merged.mismatches)):
+    listed = (
+        ("missing", merged.missing, merged.lost),
+        ("rejected", merged.rejects, merged.rejected),
+        ("differs", merged.mismatches, len(merged.mismatches)),
+    )
+    for label, lines, count in listed:
         for line in lines[:SHOWN]:
             console.print(f"  {label}: {line}", markup=False)
+        if count > SHOWN:
+            more = Path(merged.manifest).with_name("collect.json")
+            console.print(f"  {label}: and {count - SHOWN} more; {more} names the first {len(lines)}", markup=False)
 
 
 def _code(report: PullReport) -> ExitCode:

@@ -109,8 +109,19 @@ def _load(path: Path) -> Evidence:
         raise UsageError("not an evidence bundle that can be read", str(path), str(error), step) from error
 
 
+def _in_folder(bundle: Path) -> Path:
+    """The evidence in a folder, or below it where ``--save`` wrote it: ``<host>/<server>/``."""
+    if not bundle.is_dir() or (bundle / "evidence.json").exists():
+        return bundle / "evidence.json" if bundle.is_dir() else bundle
+    found = sorted(bundle.rglob("evidence.json"))
+    if len(found) == 1:
+        return found[0]
+    why = f"there are {len(found)} below it: {', '.join(str(file.parent) for file in found)}" if found else ""
+    raise UsageError("no evidence.json in that folder", str(bundle), why, "give the folder of one server")
+
+
 def _judge_bundle(options: FleetOptions, bundle: Path, anonymise: bool, as_markdown: bool) -> None:
-    evidence = _load(bundle / "evidence.json" if bundle.is_dir() else bundle)
+    evidence = _load(_in_folder(bundle))
     try:
         verdicts = decide(evidence)
     except OverflowError as error:

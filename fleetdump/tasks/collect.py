@@ -51,7 +51,7 @@ NAME_BYTES = 255 - len(".partial")
 """Longest name that a file of a run can have here, with room for the ending of a copy that is under way."""
 
 T = TypeVar("T")
-LISTED = 20
+LISTED = 1000
 """Most ids that a report names; it counts them all."""
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fleetdump.cli.collect import _show_merged
+from fleetdump.tasks.collect import CollectReport
+
 COMMANDS = (
     "init",
     "check",
@@ -125,3 +128,10 @@ def test_a_broken_bundle_is_refused(tmp_path: Path) -> None:
     result = fleetdump("diagnose", "--bundle", str(tmp_path), cwd=tmp_path)
     assert result.returncode == 2
     assert "evidence" in result.stderr
+
+
+def test_what_collect_does_not_list_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    rejects = [f"a{n}: too_long" for n in range(7)]
+    _show_merged(CollectReport("r", 1, 8, 0, 0, 7, 5, "out/r/manifest.jsonl", rejects=rejects), as_json=False)
+    told = capsys.readouterr().out.splitlines()
+    assert told[-2:] == ["  rejected: a4: too_long", "  rejected: and 2 more; out/r/collect.json names the first 7"]
