@@ -41,8 +41,10 @@ class RunView:
             err.print(self._totals(), markup=False)
 
     def update(self, host: str, share: RunProgress) -> None:
-        """A share's newest state."""
+        """A share's newest state; where lines are not kept up to date, what it says of itself is told when it changes."""
         with self._lock:
+            before = self._shares.get((host, share.server))
+            news = share.detail if self._live is None and (before is None or before.detail != share.detail) else ""
             self._shares[host, share.server] = share
             now = time.monotonic()
             done = sum(s.done + s.rejected for s in self._shares.values())
@@ -51,6 +53,8 @@ class RunView:
             due = self._live is None and now - self._printed >= PLAIN_SECONDS
             if due:
                 self._printed = now
+        if news:
+            err.print(f"[{host}/{share.server}] {news}", markup=False)
         if due:
             err.print(self._totals(), markup=False)
 
