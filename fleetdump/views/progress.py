@@ -41,7 +41,7 @@ class RunView:
             err.print(self._totals(), markup=False)
 
     def update(self, host: str, share: RunProgress) -> None:
-        """A share's newest state; where lines are not kept up to date, what it says of itself is told when it changes."""
+        """A share's newest state. Where lines are not kept up to date, what it says of itself is told once."""
         with self._lock:
             before = self._shares.get((host, share.server))
             news = share.detail if self._live is None and (before is None or before.detail != share.detail) else ""
