@@ -308,7 +308,7 @@ def test_verb_finds_the_launcher_of_any_process(launch) -> None:
 def test_verb_says_what_it_can_not_find(
     args: EvidenceArgs, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets, "launchers", list)  # whatever else this machine runs
+    monkeypatch.setattr(targets.procfs, "all_processes", list)  # whatever else this machine runs
     with pytest.raises(AgentFailure) as failure:
         collecting.evidence(args, context(tmp_path))
     assert failure.value.error.code == code
