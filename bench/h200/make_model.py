@@ -18,13 +18,26 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 VOCABULARY = 32768
 
 
-def main(folder: Path, layers: int, experts: int) -> None:
+def save_tokenizer(folder: Path) -> None:
+    """One token a byte."""
     vocabulary = {token: n for n, token in enumerate([*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
     fast.save_pretrained(folder)
+
+
+def complete_config(folder: Path) -> None:
+    """Add what SGLang reads from config.json and transformers does not write, or no longer."""
+    written = json.loads((folder / "config.json").read_text())
+    extra = {"torch_dtype": "bfloat16", "rope_theta": 10000.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    extra.update(moe_layer_freq=1, ep_size=1)
+    (folder / "config.json").write_text(json.dumps({**extra, **written}, indent=1) + "\n")
+
+
+def main(folder: Path, layers: int, experts: int) -> None:
+    save_tokenizer(folder)
     config = DeepseekV3Config(
         vocab_size=VOCABULARY,
         hidden_size=7168,
@@ -55,11 +68,7 @@ def main(folder: Path, layers: int, experts: int) -> None:
     config.architectures = ["DeepseekV3ForCausalLM"]
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
-    # What SGLang reads from config.json and this class does not write, or no longer.
-    written = json.loads((folder / "config.json").read_text())
-    extra = {"torch_dtype": "bfloat16", "rope_theta": 10000.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    extra.update(moe_layer_freq=1, ep_size=1)
-    (folder / "config.json").write_text(json.dumps({**extra, **written}, indent=1) + "\n")
+    complete_config(folder)
 
 
 if __name__ == "__main__":

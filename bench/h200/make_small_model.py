@@ -6,15 +6,13 @@ what SGLang should have captured. Its tokenizer has one token a byte.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
+from make_model import complete_config, save_tokenizer
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-SPECIAL = ["<pad>", "<bos>", "<eos>"]
 COMMON = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_shared_experts": 1,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "hidden_act": "silu", "rms_norm_eps": 1e-6,
@@ -26,22 +24,6 @@ SHAPE = {
     "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 384,
     "n_routed_experts": 32, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 2,
 }  # fmt: skip
-NOT_IN_THE_SAVED_CONFIG = {
-    "torch_dtype": "bfloat16", "rope_theta": 10000.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    "moe_layer_freq": 1, "ep_size": 1,
-}  # fmt: skip
-"""What SGLang reads and newer transformers no longer write."""
-
-
-def save_tokenizer(out: Path) -> None:
-    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: n for n, piece in enumerate(pieces)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    pad, bos, eos = SPECIAL
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos).save_pretrained(
-        out
-    )
 
 
 def random_weights(config: DeepseekV3Config) -> DeepseekV3ForCausalLM:
@@ -76,9 +58,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(out)
     random_weights(DeepseekV3Config(**COMMON, **SHAPE)).save_pretrained(out)
-    file = out / "config.json"
-    saved = json.loads(file.read_text())
-    file.write_text(json.dumps({**NOT_IN_THE_SAVED_CONFIG, **saved}, indent=1))
+    complete_config(out)
 
 
 if __name__ == "__main__":
