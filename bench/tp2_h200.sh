@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two H200s, one run: bench/h200/tp2.py with fleetdump on a real SGLang at TP 2 over NCCL. Results in the folder OUT.
-# Usage: OUT=results bench/tp2_h200.sh [--parts PART,PART...]   (about 5 minutes; ends what it started)
+# Usage: OUT=results bench/tp2_h200.sh [--parts PART,PART...]   (about 7 minutes; ends what it started)
 # Needs: python3 with torch for CUDA, SGLang and what fleetdump imports (PYTHONPATH may name unpacked packages; it is
 # handed to the servers), and 2 GPUs of one host. NVLink multicast stays off.
 set -euo pipefail
