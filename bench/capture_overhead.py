@@ -6,7 +6,7 @@ machine. docs/performance.md says what each figure means and how to repeat it on
 
 The results file has one entry for each number of layers under ``by_layers``; the keys of the entry that wrote most a
 second stand at the top as well. It is replaced after each part, and a part that failed or that no time was left for is
-named in ``not_measured``.
+named in ``not_measured``. Parts may be measured in several runs: those of one commit on one kind of machine are joined.
 """
 
 from __future__ import annotations
@@ -87,6 +87,10 @@ def flags(engine: Engine, settings: Settings, bench: Bench, folder: Path) -> dic
     """Tokens a second of a server without the flags that fleetdump adds, against those of SGLang's own forward with
     them. Both servers are other processes, so this is no alternating figure."""
     prompts = Prompts(bench.config["vocab_size"], settings.length, seed=2)
+    if not bench.rates[ORIGINAL]:
+        raise RuntimeError(
+            "flags are compared with SGLang's own forward of the part `alternate`, which was not measured"
+        )
     with plain_server(engine, [], folder) as port:
         run_load(port, prompts, OTHERS, settings.clients, for_requests(2 * settings.clients))
         stretches = [for_seconds(settings.seconds)] * settings.repetitions
@@ -102,7 +106,10 @@ class Results:
     """The results file, and this run's entry in it."""
 
     def __init__(self, path: Path, entry: dict[str, Any]):
-        self.entry: dict[str, Any] = {**entry, "not_measured": {}}
+        before = _entries(path).get(str(entry["model_layers"]), {})
+        same = all(before.get(key) == entry[key] for key in ("commit", "patch_sha256", "card", "sglang"))
+        kept = {**before, "earlier_runs": [*before.get("earlier_runs", []), before["command"]]} if same else {}
+        self.entry: dict[str, Any] = {**kept, **entry, "not_measured": {}}
         self._path = path
         self._began = time.monotonic()
 
@@ -126,16 +133,21 @@ class Results:
         return {key: value for key, value in self.entry.items() if not isinstance(value, list)}
 
     def _write(self) -> None:
-        try:
-            entries = json.loads(self._path.read_text())["by_layers"]
-        except FileNotFoundError:
-            entries = {}
+        entries = _entries(self._path)
         entries[str(self.entry["model_layers"])] = self.entry
         most = max(entries.values(), key=lambda entry: entry.get("written_gbps", 0))
         top = {key: value for key, value in most.items() if not isinstance(value, dict | list)}
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps({**top, "by_layers": entries}, indent=1) + "\n")
         temporary.replace(self._path)
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    """The entries of a results file by number of layers."""
+    try:
+        return dict(json.loads(path.read_text())["by_layers"])
+    except FileNotFoundError:
+        return {}
 
 
 def tap_settings(options: argparse.Namespace, settings: Settings, layers: list[int]) -> dict[str, Any]:

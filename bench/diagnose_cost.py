@@ -10,10 +10,18 @@ says more of them; ``stage1_core_share`` (CPU seconds a second) bounds what a ra
 us all the time. ``max_stop_ms`` is of stage 2 without py-spy, whose own sampling is told as ``max_stop_py_spy_ms``;
 ``max_stop_stage1_ms`` should be nothing but the reading's error, some 4 ms (a scheduler tick).
 Repeat: ``python -m bench.diagnose_cost``.
+
+``--port N`` looks at a real SGLang server instead, which is there and listens on that port of this machine: clients in
+a process of their own keep it busy, and stretches with stage 1 alternate with stretches alone, each of about the same
+length. ``throughput_ratio_stage1`` is then the median over ``--pairs`` of its tokens a second against the mean of the
+stretches before and after; beside it stand the quartiles, and those of a stretch alone against its neighbours alone
+(``ratio_alone``): what this machine's own unrest makes of a ratio that should be 1. On one H200: bench/h200/measure.sh.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import mmap
 import os
@@ -29,8 +37,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+from bench.busyserver import Load
 from fleetdump.agent import evidence as collecting
-from fleetdump.agent import procfs
+from fleetdump.agent import procfs, targets
 from fleetdump.agent.context import State
 from fleetdump.agent.evidence_types import Target, WatchFacts
 from fleetdump.agent.probes import stacks
@@ -124,23 +133,85 @@ class Busy:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.diagnose_cost", description="What a diagnosis costs.")
+    parser.add_argument("--port", type=int, help="measure the throughput of the SGLang server that listens here")
+    parser.add_argument("--pairs", type=int, default=9, help="stretches with stage 1 (default 9)")
+    parser.add_argument("--clients", type=int, default=8, help="requests at a time (default 8)")
+    parser.add_argument("--results", type=Path, help="file for the figures")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fleetdump-bench-") as scratch:
-        busy = Busy(Path(scratch) / "counters")
-        code = BUSY.format(path=str(Path(scratch) / "counters"), reset=RESET)
-        codes = [code, *[SLEEPER + "time.sleep(1e6)"] * (RANKS - 1)]
-        argv = [sys.executable, "-S", "-c", PARENT, "sglang.launch_server", "--tp-size", str(RANKS), "--", *codes]
-        server = subprocess.Popen(argv, start_new_session=True)
-        try:
-            while sum(sample.role == "scheduler" for sample in procfs.tree(server.pid)) < RANKS:
-                time.sleep(0.1)
-            time.sleep(1.0)
-            text = json.dumps(measure(server.pid, busy, Path(scratch)), indent=1)
-        finally:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+        if options.port:
+            figures = real_server(options.port, options.pairs, options.clients, Path(scratch))
+        else:
+            figures = stand_in(Path(scratch))
+    text = json.dumps(figures, indent=1)
     print(text)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(text + "\n")
+    results = options.results or (None if options.port else RESULTS)
+    if results:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.write_text(text + "\n")
+
+
+def real_server(port: int, pairs: int, clients: int, scratch: Path) -> dict[str, object]:
+    """Tokens a second of a busy server with and without stage 1, in turns."""
+    target = targets.by_port(port)
+    collector = collecting.Collector(target, WINDOW, None, State(scratch / "state"))
+    walls, cpus, alone, during = [], [], [], []
+    with Load(port, clients, scratch) as load:
+        load.warm_up(20 * clients)
+        collector.stage_one()
+        alone.append(_rate(load, lambda: time.sleep(WINDOW)))
+        for _ in range(pairs):
+            start, used = time.monotonic(), sum(os.times()[:4])
+            during.append(_rate(load, collector.stage_one))
+            walls.append(time.monotonic() - start)
+            cpus.append(sum(os.times()[:4]) - used)
+            alone.append(_rate(load, lambda wall=walls[-1]: time.sleep(wall)))
+    ratios = [2 * rate / (alone[n] + alone[n + 1]) for n, rate in enumerate(during)]
+    quiet = [second / first for first, second in itertools.pairwise(alone)]
+    return {
+        "server": f"{target.ranks} ranks, {sum(1 for _ in procfs.tree(target.pid))} processes",
+        "stage1_wall_s": round(statistics.median(walls), 2),
+        "stage1_host_cpu_s": round(statistics.median(cpus), 2),
+        "throughput_ratio_stage1": round(statistics.median(ratios), 3),
+        "ratio_quartiles": _quartiles(ratios),
+        "ratio_alone": round(statistics.median(quiet), 3),
+        "ratio_alone_quartiles": _quartiles(quiet),
+        "tokens_per_s_alone": round(statistics.median(alone), 1),
+        "pairs": pairs,
+        "clients": clients,
+        "load": round(os.getloadavg()[0], 1),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _rate(load: Load, work: Callable[[], object]) -> float:
+    """Tokens a second while ``work`` runs."""
+    before, start = load.tokens, time.monotonic()
+    work()
+    return (load.tokens - before) / (time.monotonic() - start)
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    first, _, third = statistics.quantiles(values, n=4)
+    return [round(first, 3), round(third, 3)]
+
+
+def stand_in(scratch: Path) -> dict[str, float]:
+    """All figures of a tree of processes that look like a server's."""
+    busy = Busy(scratch / "counters")
+    code = BUSY.format(path=str(scratch / "counters"), reset=RESET)
+    codes = [code, *[SLEEPER + "time.sleep(1e6)"] * (RANKS - 1)]
+    argv = [sys.executable, "-S", "-c", PARENT, "sglang.launch_server", "--tp-size", str(RANKS), "--", *codes]
+    server = subprocess.Popen(argv, start_new_session=True)
+    try:
+        while sum(sample.role == "scheduler" for sample in procfs.tree(server.pid)) < RANKS:
+            time.sleep(0.1)
+        time.sleep(1.0)
+        return measure(server.pid, busy, scratch)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def measure(pid: int, busy: Busy, scratch: Path) -> dict[str, float]:

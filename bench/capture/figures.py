@@ -45,3 +45,9 @@ def line_through(records: Sequence[Sequence[int]], groups: int = 12) -> tuple[fl
     requests = [median([count for count, _ in part]) for part in parts]
     slope, intercept = statistics.linear_regression(requests, [median([spent for _, spent in part]) for part in parts])
     return intercept, slope
+
+
+def share_of(records: Sequence[Sequence[int]], batch: float, request: float) -> float:
+    """What all batches took together, over ``batch`` microseconds for each of them and ``request`` for each request."""
+    spent = sum(sum(times) for _, *times in records) / 1000
+    return spent / sum(batch + request * requests for requests, *_ in records)

@@ -22,6 +22,8 @@ FAST, DISK = "fast", "disk"
 LAYERS_OF_A_FULL_MODEL = 61
 """DeepSeek-V3's."""
 CHECKED_LENGTHS = (5, 64, 300, 1000)
+WANTED_US = 200.0, 5.0
+"""Of the forward's thread, a batch and a small sample, at most."""
 MIB = 1 << 20
 
 
@@ -122,7 +124,8 @@ class Bench:
 
     def long(self) -> dict[str, Any]:
         """One long stretch of capturing until the last row is journalled, against the repetitions of SGLang's own
-        forward before it and three behind it; memory on the way."""
+        forward before it (three, if there were none) and three behind it; memory on the way."""
+        own = self.rates[ORIGINAL] or self._original(3)
         before, readings = self.server.memory(), []
         rows, size, next_reading = self.journals.rows, self.journals.bytes, time.time()
         lasts = for_seconds(self.settings.long_seconds)
@@ -140,10 +143,10 @@ class Bench:
         spent = time.perf_counter() - start
         assert self.journals.rows - rows == done.tokens, "every row is journalled"
         readings.append(self.server.memory())
-        after = [self.load(ORIGINAL, OTHERS, for_seconds(self.settings.seconds)).rate for _ in range(3)]
+        after = self._original(3)
         return {
-            "write_ratio": round(done.tokens / spent / figures.median([*self.rates[ORIGINAL], *after]), 4),
-            "original_after": [round(rate) for rate in after],
+            "write_ratio": round(done.tokens / spent / figures.median([*own, *after]), 4),
+            "original_before_and_after": [[round(rate) for rate in rates] for rates in (own, after)],
             "written_gbps": round((self.journals.bytes - size) / spent / 1e9, 3),
             "written_seconds": round(spent, 1),
             "drain_seconds": round(spent - done.seconds, 3),
@@ -152,6 +155,10 @@ class Bench:
             "bytes_per_token": (self.journals.bytes - size) // done.tokens,
             **self._memory(before, readings),
         }
+
+    def _original(self, count: int) -> list[float]:
+        """Tokens a second of SGLang's own forward."""
+        return [self.load(ORIGINAL, OTHERS, for_seconds(self.settings.seconds)).rate for _ in range(count)]
 
     def _memory(self, before: dict[str, int], readings: list[dict[str, int]]) -> dict[str, Any]:
         """What the tap added to the process, and what grew from the first third of ``readings`` to the last."""
@@ -200,9 +207,17 @@ class Bench:
         self.drain()
         spent = time.perf_counter() - start
         batch, sample = figures.line_through(records)
+        ordered = sorted(records)
+        parts = [
+            ordered[at : at + max(1, len(ordered) // 4)] for at in range(0, len(ordered), max(1, len(ordered) // 4))
+        ]
         return {
             "us_per_batch_small": round(batch, 1),
             "us_per_sample_small": round(sample, 3),
+            "small_share_of_wanted": round(figures.share_of(records, *WANTED_US), 3),
+            "small_us_of_calls": {
+                f"{part[0][0]}-{part[-1][0]}": [round(us, 1) for us in figures.call_us(part)] for part in parts
+            },
             "small_samples": samples,
             "small_batches": len(records),
             "small_largest_batch": max(requests for requests, *_ in records),
@@ -219,7 +234,9 @@ class Bench:
             plain.append(plain_write(self.settings.disk_dir, total, self.settings.shard_bytes))
             ours.append(self._written_at_most(f"fleetdump/{DISK}", total))
         ratios = [written / min(copy, plainly) for written, plainly in zip(ours, plain, strict=True)]
-        made = figures.median(self.rates[ORIGINAL]) * self.journals.bytes / self.journals.rows / 1e9
+        made = (
+            figures.median(self.rates[ORIGINAL] or self._original(3)) * self.journals.bytes / self.journals.rows / 1e9
+        )
         limits = {"copy": copy, "disk": figures.median(plain), "prefill": made}
         limited_by = min(limits, key=lambda name: limits[name])
         fast = [plain_write(self.settings.fast_dir, total, self.settings.shard_bytes) for _ in range(3)]

@@ -3,7 +3,7 @@
 The patch puts ``before_layer`` at the head of the loop and ``after_layers`` behind it. Both do nothing unless the
 environment variable FLEETDUMP_TAP_CONFIG named a ``tap.json`` when this module was imported. Armed, they copy the
 residual stream at the chosen layers and before the final norm, for prompt rows of requests whose rid is fleetdump's,
-into the buffers of ``fleetdump_tapblock``, from which the writer threads of ``fleetdump_tapfiles`` take them.
+into the buffers of ``fleetdump_tapblock``, from which the threads of ``fleetdump_tapfiles`` take them.
 
 Law: the model's results stay what they were, no exception leaves this module, the forward's thread does no file I/O,
 and whether a collective runs is decided from what all tensor-parallel ranks of a pipeline stage have in common.
@@ -17,15 +17,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
-from fleetdump_tapblock import Block, Blocks, NoRoomError, Rows, dtype_name
+from fleetdump_tapblock import Block, Blocks, NoRoomError, dtype_name
 from fleetdump_tapfiles import TapWriter
 from fleetdump_taplayout import (
     PREFILL_GRAPH,
@@ -41,7 +38,8 @@ from fleetdump_taplayout import (
     stage_of,
     sums_over_replicas,
 )
-from fleetdump_taprecords import Config, Norm, Skip
+from fleetdump_taprecords import Config, Norm
+from fleetdump_taprows import OUR_RID, SELFCHECK_RID, Requests
 
 if TYPE_CHECKING:
     import torch
@@ -50,15 +48,13 @@ logger = logging.getLogger(__name__)
 
 CONFIG_VARIABLE = "FLEETDUMP_TAP_CONFIG"
 MARK = "fleetdump-tap 1"
-RID = re.compile(r"fleetdump/[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[^/]+/[1-9][0-9]{0,8}\Z")
-OUR_RID = "fleetdump/"
-SELFCHECK_RID = "fleetdump/selfcheck-"
 RANKS = "ranks"
 """Folder in a self-check's run for what ranks write that do not write otherwise."""
 RANKS_BYTES = 256 << 20
 """What such ranks have for each of their buffers: a self-check is small."""
-REMEMBERED_REQUESTS = 1 << 16
-"""How many rids' next positions are kept, to join the chunks of a prompt."""
+NO_REQUESTS = Requests([], [], [], [])
+
+Snapshot = Callable[[Any, Any], "torch.Tensor"]
 
 
 def before_layer(
@@ -67,12 +63,17 @@ def before_layer(
     hidden_states: Any,
     forward_batch: Any,
     residual: torch.Tensor | None = None,
-    snapshot: Callable[[Any, Any], torch.Tensor] | None = None,
+    snapshot: Snapshot | None = None,
 ) -> None:
     """Called before each layer. The stream is ``hidden_states + residual``, or ``snapshot(hidden_states,
     forward_batch)`` on releases that keep the residual in ``forward_batch``."""
-    if _tap is not None and (forward_batch is not _tap.seen or layer_id in _tap.wanted):
-        _tap.before_layer(model, layer_id, _Stream(hidden_states, forward_batch, residual, snapshot))
+    tap = _tap
+    if tap is None or forward_batch is tap.idle:
+        return
+    if forward_batch is tap.seen or tap.look(model, forward_batch):
+        slot, forward = tap.wanted.get(layer_id), tap.forward
+        if slot is not None and forward is not None:
+            tap.capture(forward, slot, _Stream(hidden_states, residual, snapshot))
 
 
 def after_layers(
@@ -80,13 +81,18 @@ def after_layers(
     hidden_states: Any,
     forward_batch: Any,
     residual: torch.Tensor | None = None,
-    snapshot: Callable[[Any, Any], torch.Tensor] | None = None,
+    snapshot: Snapshot | None = None,
 ) -> None:
     """Called behind the loop, before the final norm; arguments as in ``before_layer``."""
-    if _tap is not None and (forward_batch is not _tap.seen or _tap.is_capturing):
-        _tap.after_layers(model, _Stream(hidden_states, forward_batch, residual, snapshot))
-    elif _tap is not None:
-        _tap.seen = None
+    tap = _tap
+    if tap is None:
+        return
+    forward = None
+    if forward_batch is tap.seen or (forward_batch is not tap.idle and tap.look(model, forward_batch)):
+        forward = tap.forward
+    tap.seen = tap.idle = tap.forward = None
+    if forward is not None:
+        tap.finish(model, forward, _Stream(hidden_states, residual, snapshot))
 
 
 def note_requests(batch: Any) -> None:
@@ -95,59 +101,51 @@ def note_requests(batch: Any) -> None:
         _tap.note_requests(batch)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Stream:
     """The residual stream as the loop holds it."""
 
-    hidden_states: Any
-    forward_batch: Any
+    states: Any
     residual: torch.Tensor | None
-    snapshot: Callable[[Any, Any], torch.Tensor] | None
+    snapshot: Snapshot | None
 
     @property
     def owes_sum(self) -> bool:
-        """Whether SGLang has deferred an all-reduce of ``hidden_states`` into the next norm; until 0.5.20, since then
-        it keeps account of that itself."""
-        return bool(getattr(self.hidden_states, "_sglang_needs_allreduce_fusion", False))
+        """Whether SGLang has deferred an all-reduce of ``states`` into the next norm; until 0.5.20, since then it
+        keeps account of that itself."""
+        return bool(getattr(self.states, "_sglang_needs_allreduce_fusion", False))
 
-    def value(self) -> torch.Tensor:
-        """The complete stream ``[rows >= tokens, hidden]``. May be a view of a live buffer: copy at once. Where SGLang
-        has deferred an all-reduce into the next norm this is a collective, on a clone since it may work in place."""
+    def complete(self, batch: Any) -> None:
+        """Make the stream ``states + residual``, ``[rows >= tokens, hidden]``, of complete values. May be a view of a
+        live buffer: copy at once. Where SGLang has deferred an all-reduce into the next norm this is a collective, on a
+        clone since it may work in place."""
         if self.snapshot is not None:
-            return self.snapshot(self.hidden_states, self.forward_batch)
-        states = self.hidden_states
-        if self.owes_sum:
+            self.states, self.residual, self.snapshot = self.snapshot(self.states, batch), None, None
+        elif self.owes_sum:
             from sglang.srt.distributed import tensor_model_parallel_all_reduce
 
-            states = tensor_model_parallel_all_reduce(states.clone())
-        return states if self.residual is None else states + self.residual
+            self.states = tensor_model_parallel_all_reduce(self.states.clone())
+        if self.residual is not None and self.residual.dtype != self.states.dtype:
+            self.states, self.residual = self.states + self.residual, None
 
 
-@dataclass
-class _Rows:
-    """Rows ``first`` to ``first + rows`` of a forward are positions ``start`` on of request ``rid``."""
-
-    rid: str
-    first: int
-    rows: int
-    start: int
-
-
-@dataclass
+@dataclass(slots=True)
 class _Forward:
-    """What is being captured of one forward. ``refused`` (on all ranks alike) keeps even the collectives from running;
-    ``failed`` only what this rank does with the values. Either is (reason, detail) of the skips."""
+    """What is being captured of one forward: ``ranges`` of its rows. ``refused`` (on all ranks alike) keeps even the
+    collectives from running; ``failed`` only what this rank does with the values. Either is (reason, detail) of the
+    skips."""
 
     batch: Any
-    requests: list[_Rows]
+    requests: Requests
+    ranges: list[tuple[int, int]]
     refused: tuple[str, str] | None
     failed: tuple[str, str] | None = None
     block: Block | None = None
 
-    @cached_property
+    @property
     def needed(self) -> int:
         """Rows that the stream must have."""
-        return max(request.first + request.rows for request in self.requests)
+        return sum(self.ranges[-1])
 
     @property
     def failure(self) -> tuple[str, str] | None:
@@ -165,19 +163,17 @@ class _Tap:
         self._writer: TapWriter | None = None
         self._blocks = Blocks(config, [])
         self._refusal = ""
-        self._forward: _Forward | None = None
-        self.seen: Any = None
-        """The ForwardBatch whose loop is running, once it was looked at."""
-        self.wanted: dict[int, int] = {}
-        """Slots by the layer before which they are taken; none in a forward that is not captured."""
-        self._next: OrderedDict[str, int] = OrderedDict()
         self._noted: tuple[Any, list[str]] | None = None
         """The scheduler's newest batch: its ``prefix_lens``, which the ForwardBatch shares, and its rids."""
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether the forward whose loop is running has something of ours, or a sum to take part in."""
-        return self._forward is not None
+        self.idle: Any = None
+        """The ForwardBatch whose loop is running, if nothing of it is captured. Told first: on a server that is not
+        ours alone that is the usual case, and the price of each layer of it."""
+        self.seen: Any = None
+        """The same, if something is: rows of ours, or a sum to take part in."""
+        self.forward: _Forward | None = None
+        """What is captured of it."""
+        self.wanted: dict[int, int] = {}
+        """Slots by the layer before which they are taken; none before the first forward."""
 
     def note_requests(self, batch: Any) -> None:
         try:
@@ -185,52 +181,55 @@ class _Tap:
         except Exception as error:
             logger.error("fleetdump-tap: %r", error)
 
-    def before_layer(self, model: Any, layer_id: int, stream: _Stream) -> None:
-        forward = self._current(model, stream.forward_batch)
-        slot = self.wanted.get(layer_id)
-        if forward is not None and slot is not None:
-            self._capture(forward, slot, stream)
+    def look(self, model: Any, batch: Any) -> bool:
+        """Whether something is to be captured of a forward that begins."""
+        if is_compiling():
+            return False
+        self.seen = self.idle = self.forward = None
+        if not self._armed:
+            self._arm(model)
+        try:
+            self.forward = self._begin(model, batch)
+        except Exception as error:
+            # Everything up to here depends on what all ranks have in common, so they all come here.
+            logger.error("fleetdump-tap: %r", error)
+        if self.forward is None:
+            self.idle = batch
+            return False
+        self.seen = batch
+        return True
 
-    def after_layers(self, model: Any, stream: _Stream) -> None:
-        forward = self._current(model, stream.forward_batch)
-        self._forward = self.seen = None
-        if forward is None:
+    def capture(self, forward: _Forward, slot: int, stream: _Stream) -> None:
+        """Put the stream into ``slot`` of the forward's block."""
+        if forward.refused:
             return
+        try:
+            stream.complete(forward.batch)  # on every rank, before anything that one rank alone could fail at
+            if forward.ranges and forward.failed is None:
+                self._copy(forward, slot, stream)
+        except Exception as error:
+            logger.error("fleetdump-tap: %r", error)
+            forward.failed = ("capture_error", repr(error))
+
+    def finish(self, model: Any, forward: _Forward, stream: _Stream) -> None:
+        """Capture the stream behind the loop, and hand everything over."""
         if self._stage.last:
-            self._capture(forward, len(self._config.layers), stream)
+            self.capture(forward, len(self._config.layers), stream)
             same = self._stage.before.get(len(model.layers))
             if same is not None:
-                self._capture(forward, same, stream)
+                self.capture(forward, same, stream)
         elif stream.owes_sum:
             forward.failed = (
                 "capture_error",
                 "the pipeline stage hands on a partial sum, which the next one takes as whole",
             )
-        if forward.requests and (self._stage.slots or forward.failure):
-            self._finish(forward)
-
-    def _finish(self, forward: _Forward) -> None:
-        try:
-            self._hand_over(forward, self._writer or self._open_writer())
-        except Exception as error:
-            logger.error("fleetdump-tap: %r", error)
-            if self._writer is not None:
-                self._skip_all(forward, self._writer, ("capture_error", repr(error)))
-
-    def _current(self, model: Any, batch: Any) -> _Forward | None:
-        if is_compiling():
-            return None
-        if batch is not self.seen:
-            self.seen, self._forward = batch, None
-            if not self._armed:
-                self._arm(model)
+        if any(forward.requests.wanted) and (self._stage.slots or forward.failure):
             try:
-                self._forward = self._begin(model, batch)
+                self._hand_over(forward, self._writer or self._open_writer())
             except Exception as error:
-                # Everything up to here depends on what all ranks have in common, so they all come here.
                 logger.error("fleetdump-tap: %r", error)
-            self.wanted = self._stage.before if self._forward is not None else {}
-        return self._forward
+                if self._writer is not None:
+                    self._writer.take(self._blocks.refuse(forward.requests, "capture_error", repr(error)))
 
     def _arm(self, model: Any) -> None:
         """At the first forward: look at the model and the parallel layout, and say in the log what came of it."""
@@ -240,6 +239,7 @@ class _Tap:
             self._refusal = refusal(model, place, self._config.layers)
             if not self._refusal:
                 self._stage = stage_of(model, place, self._config.layers)
+                self.wanted = self._stage.before
             self._make_blocks(model)
             if place.attn_tp_rank == 0:
                 self._open_writer(_norm(model) if place.is_last_stage else None)
@@ -283,17 +283,17 @@ class _Tap:
         why = self._refusal or batch_refusal(batch)
         shared = not why and sums_over_replicas(self._place, batch)
         try:
-            requests = self._requests(batch) if has_prompts else []
+            requests = self._requests(batch, OUR_RID) if has_prompts else NO_REQUESTS
         except Exception as error:
             if not shared:
                 raise
             logger.error("fleetdump-tap: %r", error)
-            requests = []
-        if not requests and not shared:
+            requests = NO_REQUESTS
+        if not shared and not any(requests.wanted):
             return None
-        if self._place.attn_tp_rank != 0:
-            requests = [request for request in requests if request.rid.startswith(SELFCHECK_RID)]
-        return _Forward(batch, requests, ("capture_error", why) if why else None)
+        if self._place.attn_tp_rank != 0 and requests.wanted:
+            requests = self._requests(batch, SELFCHECK_RID)
+        return _Forward(batch, requests, requests.ranges(), ("capture_error", why) if why else None)
 
     def _is_nobodys(self, batch: Any) -> bool:
         """Whether the scheduler made this batch of others' requests alone, which all ranks see alike: the usual case on
@@ -302,15 +302,10 @@ class _Tap:
         whole = self._place.attn_dp_size == 1 and bool(rids)
         return whole and not any(rid.startswith(OUR_RID) for rid in rids)
 
-    def _requests(self, batch: Any) -> list[_Rows]:
-        """Our requests in this batch, from what the ranks of an attention group have in common."""
-        requests, first = [], 0
-        for index, rid in enumerate(self._rids(batch)):
-            rows = int(batch.extend_seq_lens_cpu[index])
-            if RID.match(rid):
-                requests.append(_Rows(rid, first, rows, int(batch.extend_prefix_lens_cpu[index])))
-            first += rows
-        return requests
+    def _requests(self, batch: Any, beginning: str) -> Requests:
+        """The batch's requests, from what the ranks of an attention group have in common."""
+        rids = self._rids(batch)
+        return Requests.of(rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, beginning)
 
     def _rids(self, batch: Any) -> list[str]:
         """The batch's requests in order; none for a batch that no scheduler made (a warm-up of graphs)."""
@@ -319,73 +314,33 @@ class _Tap:
             rids = self._noted[1]
         return rids or []
 
-    def _capture(self, forward: _Forward, slot: int, stream: _Stream) -> None:
-        """Put the stream into ``slot`` of the forward's block."""
-        if forward.refused:
-            return
-        try:
-            value = stream.value()  # on every rank, before anything that one rank alone could fail at
-            if forward.requests and forward.failed is None:
-                self._copy(forward, slot, value)
-        except Exception as error:
-            logger.error("fleetdump-tap: %r", error)
-            forward.failed = ("capture_error", repr(error))
-
-    def _copy(self, forward: _Forward, slot: int, value: torch.Tensor) -> None:
-        if value.dim() != 2 or value.shape[0] < forward.needed:
-            why = f"the stream is {list(value.shape)}, the batch has {forward.needed} tokens"
+    def _copy(self, forward: _Forward, slot: int, stream: _Stream) -> None:
+        states, residual = stream.states, stream.residual
+        if (
+            states.dim() != 2
+            or states.shape[0] < forward.needed
+            or (residual is not None and residual.shape != states.shape)
+        ):
+            why = f"the stream is {list(states.shape)}, the batch has {forward.needed} tokens"
             forward.failed = ("rows_mismatch", why)
             return
         try:
             if forward.block is None:
-                ranges = [(request.first, request.rows) for request in forward.requests]
-                forward.block = self._blocks.begin(ranges, value)
-            self._blocks.fill(forward.block, slot, value)
+                forward.block = self._blocks.begin(forward.ranges, states)
+            self._blocks.fill(forward.block, slot, states, residual)
         except NoRoomError as error:
             forward.failed = (error.reason, str(error))
 
     def _hand_over(self, forward: _Forward, writer: TapWriter) -> None:
-        """Begin to copy the block to the host, for the writers."""
+        """Leave the block to the writer's threads."""
         failure, block = forward.failure, forward.block
-        if failure is None and (block is None or not self._blocks.is_whole(block)):
+        if failure is None and forward.ranges and (block is None or not self._blocks.is_whole(block)):
             ran = len(block.filled) if block is not None else 0
             failure = ("capture_error", f"of {len(self._stage.slots)} layers the loop ran {ran}")
-        if failure is not None or block is None:
-            self._skip_all(forward, writer, failure or ("capture_error", "no layer was captured"))
-            return
-        wanted, skips, at = [], [], 0
-        for request in forward.requests:
-            if self._is_repeat(request):
-                pass
-            elif not self._continues(request):
-                skips.append(Skip(request.rid, "prefix_missing", f"rows begin at {request.start}"))
-            elif request.rows:
-                wanted.append(Rows(request.rid, at, request.rows, request.start))
-            at += request.rows
-        for rows in self._blocks.hand_over(block, forward.batch.input_ids, wanted, writer.take):
-            self._next.pop(rows.rid, None)
-            skips.append(Skip(rows.rid, "backpressure", self._blocks.no_room()))
-        writer.skip(skips)
-
-    def _is_repeat(self, request: _Rows) -> bool:
-        """Whether these rows were captured before: a retracted request goes on where a prefix cache still has it."""
-        return request.start > 0 and request.start + request.rows <= self._next.get(request.rid, 0)
-
-    def _continues(self, request: _Rows) -> bool:
-        """Whether these rows follow on what was captured of the request. Position 0 begins anew (a retracted request
-        is prefilled again)."""
-        follows = request.start == 0 or self._next.get(request.rid) == request.start
-        if follows:
-            self._next[request.rid] = request.start + request.rows
-            self._next.move_to_end(request.rid)
-            if len(self._next) > REMEMBERED_REQUESTS:
-                self._next.popitem(last=False)
-        return follows
-
-    def _skip_all(self, forward: _Forward, writer: TapWriter, why: tuple[str, str]) -> None:
-        for request in forward.requests:
-            self._next.pop(request.rid, None)
-        writer.skip([Skip(request.rid, *why) for request in forward.requests])
+        if failure is not None:
+            writer.take(self._blocks.refuse(forward.requests, *failure))
+        elif block is not None:
+            writer.take(self._blocks.hand_over(block, forward.batch.input_ids, forward.requests))
 
 
 def _norm(model: Any) -> Norm:

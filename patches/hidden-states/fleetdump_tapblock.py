@@ -1,22 +1,22 @@
 """The way of the rows from the model's forward to the writer threads (docs/performance.md of fleetdump).
 
 A forward gathers the wanted rows of all its layers into one ``[rows, slots, hidden]`` block of a buffer on the
-model's device. At its end it marks the block as ready and goes on; a courier thread copies it, on a stream of its own,
-into a ring of pinned host memory; what the writers have written makes room in the ring. Both buffers are allocated
-once. The forward's thread waits for room at most ``max_wait_seconds``, its stream for nothing. On the CPU the same code
-runs with plain copies.
+model's device. At its end it marks the block as ready and goes on; a courier thread works out what is to be written of
+it, and copies that, on a stream of its own, into a ring of pinned host memory; what the writers have written makes room
+in the ring. Both buffers are allocated once. The forward's thread waits for room at most ``max_wait_seconds``, its
+stream for nothing. On the CPU the same code runs with plain copies.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fleetdump_taprecords import Config, Gauge, Piece, run_of
+from fleetdump_taprecords import Config, Gauge, Load, Piece, Skip, in_turns, run_of
 from fleetdump_tapring import RowRing, Span
+from fleetdump_taprows import Ledger, Requests, Rows, groups_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,11 @@ class Lane(Protocol):
     def mark(self) -> Any:
         """A point behind all that the current stream has been given so far. The forward's thread calls it."""
 
-    def fetch(self, mark: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy (target, source) pairs when ``mark`` is reached; returns when they are done. The courier calls it."""
+    def wait(self, mark: Any) -> None:
+        """Return when ``mark`` is reached. The courier calls it, and ``fetch``."""
+
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy (target, source) pairs; returns when they are done."""
 
 
 class CudaLane:
@@ -63,8 +66,10 @@ class CudaLane:
         event.record(self._cuda.current_stream(self._stream.device))
         return event
 
-    def fetch(self, mark: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def wait(self, mark: Any) -> None:
         mark.synchronize()
+
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with self._cuda.stream(self._stream):
             for target, source in pairs:
                 rows = max(1, COPY_BYTES // (source[:1].numel() * source.element_size()))
@@ -80,27 +85,21 @@ class PlainLane:
     def mark(self) -> Any:
         return None
 
-    def fetch(self, mark: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:  # noqa: ARG002 (a Lane)
+    def wait(self, mark: Any) -> None:
+        pass
+
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for target, source in pairs:
             target.copy_(source)
 
 
 # --------------------------------------------------------------------------- blocks
-@dataclass(slots=True)
-class Rows:
-    """Rows of one request in a block: ``at`` is its first row there, ``start`` that row's position in the prompt."""
-
-    rid: str
-    at: int
-    rows: int
-    start: int
-
-
 @dataclass
 class Block:
     """The block of one forward, rows ``span`` of the device's buffer: ``moves`` says which rows of the stream go to
     which rows there."""
 
+    buffers: _Buffers
     span: Span
     moves: list[tuple[slice, slice]]
     filled: set[int] = field(default_factory=set)
@@ -108,26 +107,44 @@ class Block:
 
 @dataclass
 class _Buffers:
-    """States ``[rows, slots, hidden]`` and ids ``[rows]`` (int32) on the device, and the same in host memory."""
+    """States ``[rows, slots, hidden]`` and ids ``[rows]`` (int32) on the device, the same in host memory, which rows of
+    either are in use, and how they get from one to the other. The host's is what everywhere here is called the ring."""
 
     states: torch.Tensor
+    planes: list[torch.Tensor]
+    """``states`` slot by slot, ``[rows, hidden]`` each."""
     ids: torch.Tensor
+    room: RowRing
     host_states: torch.Tensor
     host_ids: torch.Tensor
     state_bytes: memoryview
     id_bytes: memoryview
+    ring: RowRing
+    lane: Lane
 
     @property
     def row_bytes(self) -> int:
         slots, hidden = self.states.shape[1:]
         return int(slots * hidden * self.states.element_size())
 
+    def fits(self, like: torch.Tensor) -> bool:
+        """Whether they are for a stream of its dtype and width, on its device."""
+        states = self.states
+        return (states.dtype, states.shape[2], states.device) == (like.dtype, like.shape[1], like.device)
+
+    def fetch(self, start: int, span: Span) -> None:
+        """Copy the device's rows from ``start`` on to ``span`` of the ring."""
+        target, source = slice(span.start, span.stop), slice(start, start + span.stop - span.start)
+        pairs = [(self.host_states, self.states), (self.host_ids, self.ids)]
+        self.lane.fetch([(host[target], device[source]) for host, device in pairs])
+
 
 class Blocks:
     """The buffers of one process and what is on its way in them.
 
     ``slots`` are the numbers of the slots that this process fills, in the order of the block's second dimension.
-    ``largest`` is the most rows that one forward can have, 0 when that is not known. Only the forward's thread calls.
+    ``largest`` is the most rows that one forward can have, 0 when that is not known. The forward's thread calls
+    ``begin``, ``fill``, ``hand_over`` and ``refuse``; what the last two give is for the courier's thread alone.
     """
 
     def __init__(self, config: Config, slots: Sequence[int], largest: int = 0):
@@ -136,163 +153,197 @@ class Blocks:
         self._largest = largest
         self._buffers: _Buffers | None = None
         self._failure = ""
-        self._lane: Lane = PlainLane()
-        self._device = RowRing(0)
-        self._ring = RowRing(0)
         self._open: Block | None = None
         """Begun and not handed over."""
+        self._ledger = Ledger()
 
     def allocate(self, device: torch.device, dtype: torch.dtype, hidden: int, lane: Lane | None = None) -> None:
-        """Allocate the buffers for a stream of that dtype and width; when they are there already, do nothing. Host
-        memory for CUDA is pinned (about 0.5 s a GiB). Failing is remembered: ``begin`` tells it."""
+        """Allocate the buffers for a stream of that dtype and width. Host memory for CUDA is pinned (about 0.5 s a
+        GiB). Failing is remembered: ``begin`` tells it."""
         import torch
 
-        has = self._buffers
-        if has is not None and (has.states.dtype, has.states.shape[2], has.states.device) == (dtype, hidden, device):
-            return
-        row = len(self._index) * hidden * dtype.itemsize
-        device_rows = self._config.device_bytes // row
-        if self._largest:
-            device_rows = min(device_rows, 2 * self._largest)
-        ring_rows = self._config.ring_bytes // row
+        slots = len(self._index)
+        row = slots * hidden * dtype.itemsize
+        rows, ring_rows = self._config.device_bytes // row, self._config.ring_bytes // row
+        rows = min(rows, 2 * self._largest or rows)
         cuda = device.type == "cuda"
         try:
             # Plain tensors, whatever mode the forward runs in: they outlive it.
             with torch.inference_mode(False), torch.no_grad():
-                states = torch.empty((device_rows, len(self._index), hidden), dtype=dtype, device=device)
-                ids = torch.empty((device_rows,), dtype=torch.int32, device=device)
-                host_states = torch.empty((ring_rows, len(self._index), hidden), dtype=dtype, pin_memory=cuda)
+                states = torch.empty((rows, slots, hidden), dtype=dtype, device=device)
+                ids = torch.empty((rows,), dtype=torch.int32, device=device)
+                host_states = torch.empty((ring_rows, slots, hidden), dtype=dtype, pin_memory=cuda)
                 host_ids = torch.empty((ring_rows,), dtype=torch.int32, pin_memory=cuda)
-                self._buffers = _Buffers(states, ids, host_states, host_ids, _bytes(host_states), _bytes(host_ids))
-            self._lane = lane or (CudaLane(device) if cuda else PlainLane())
+                self._buffers = _Buffers(
+                    states,
+                    [states[:, index] for index in range(slots)],
+                    ids,
+                    RowRing(rows),
+                    host_states,
+                    host_ids,
+                    _bytes(host_states),
+                    _bytes(host_ids),
+                    RowRing(ring_rows),
+                    lane or (CudaLane(device) if cuda else PlainLane()),
+                )
+            self._open, self._failure = None, ""
         except RuntimeError as error:  # what torch raises without memory, on either side
-            self._failure = f"no buffers of {device_rows} rows on {device} and {ring_rows} in memory: {error}"
-            return
-        self._device, self._ring = RowRing(device_rows), RowRing(ring_rows)
-        self._open, self._failure = None, ""
+            self._failure = f"no buffers of {rows} rows on {device} and {ring_rows} in memory: {error}"
 
     def begin(self, ranges: Sequence[tuple[int, int]], like: torch.Tensor) -> Block:
         """Room for a forward's rows: ``ranges`` are (first, rows) of its stream, ``like`` is that stream. Raises
         ``NoRoomError`` for more rows than the device's buffer has, or has free in time."""
         if self._open is not None:  # of a forward that came to no end
-            self._device.give_back(self._open.span)
+            self._open.buffers.room.give_back(self._open.span)
             self._open = None
-        self.allocate(like.device, like.dtype, like.shape[1])
-        rows = sum(rows for _, rows in ranges)
-        if self._buffers is None:
+        if not self._failure and (self._buffers is None or not self._buffers.fits(like)):
+            self.allocate(like.device, like.dtype, like.shape[1])
+        buffers = self._buffers
+        if buffers is None or self._failure:
             raise NoRoomError("capture_error", self._failure)
-        if rows > self._device.capacity:
-            room = f"{self._device.capacity} fit into capture.device_bytes ({self._config.device_bytes})"
+        rows, capacity = sum(rows for _, rows in ranges), buffers.room.capacity
+        if rows > capacity:
+            room = f"{capacity} fit into capture.device_bytes ({self._config.device_bytes})"
             raise NoRoomError("capture_error", f"a forward of {rows} rows: {room}; give SGLang --chunked-prefill-size")
-        span = self._device.take(rows, self._config.max_wait_seconds)
+        span = buffers.room.take(rows, self._config.max_wait_seconds)
         if span is None:
-            raise NoRoomError("backpressure", f"the device's buffer of {self._device.capacity} rows is not emptied")
-        self._open = Block(span, _moves(ranges, span.start))
+            raise NoRoomError("backpressure", f"the device's buffer of {capacity} rows is not emptied")
+        self._open = Block(buffers, span, _moves(ranges, span.start))
         return self._open
 
-    def fill(self, block: Block, slot: int, value: torch.Tensor) -> None:
-        """Copy the wanted rows of ``value`` (``[rows, hidden]``) into ``slot`` of the block."""
-        assert self._buffers is not None
-        index = self._index[slot]
+    def fill(self, block: Block, slot: int, states: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """Put the wanted rows of ``states``, plus ``residual`` if there is one, into ``slot`` of the block: one
+        operation of the device. Both are ``[rows, hidden]`` of the buffers' dtype."""
+        plane = block.buffers.planes[self._index[slot]]
+        whole = block.span.stop - block.span.start == states.shape[0]
         for source, target in block.moves:
-            self._buffers.states[target, index].copy_(value[source])
+            if whole:  # the usual case; each cut takes as long as the addition does until it is launched
+                _put(plane[target], states, residual)
+            else:
+                _put(plane[target], states[source], None if residual is None else residual[source])
         block.filled.add(slot)
 
     def is_whole(self, block: Block) -> bool:
         """Whether every slot of this process is filled."""
         return len(block.filled) == len(self._index)
 
-    def hand_over(
-        self, block: Block, input_ids: torch.Tensor, wanted: Sequence[Rows], take: Callable[[Sequence[Load]], None]
-    ) -> list[Rows]:
-        """Give the rows of ``wanted`` with their ids (``input_ids`` has those of the whole forward, in the stream's
-        order) to ``take``, whose threads fetch them into the ring and write them. Returns the requests for which the
-        ring had no room in time; a forward larger than the ring passes as the writers empty it."""
-        assert self._buffers is not None
+    def hand_over(self, block: Block, input_ids: torch.Tensor, requests: Requests) -> Shipment:
+        """Close the block, whose ranges are those of ``requests``; ``input_ids`` has the ids of the whole forward in
+        the stream's order. The shipment is to be unloaded, or its room is lost."""
+        buffers = block.buffers
         for source, target in block.moves:
-            self._buffers.ids[target].copy_(input_ids[source])
-        self._open, freeing = None, _Countdown(self._device, block.span)
-        try:
-            return self._send(block, wanted, take, freeing)
-        finally:
-            freeing.drop()
+            buffers.ids[target].copy_(input_ids[source])
+        mark, self._open = buffers.lane.mark(), None
+        return Shipment(buffers, block.span, mark, requests, self._ledger, list(self._index), self._config)
 
-    def no_room(self) -> str:
-        """Why ``hand_over`` left requests out, for people."""
-        used, _ = self._ring.fill()
-        return f"{used} of the ring's {self._ring.capacity} rows wait for the disk"
+    def refuse(self, requests: Requests, reason: str, detail: str) -> Refusal:
+        """Have the requests of a forward skipped, in their turn."""
+        return Refusal(requests, reason, detail, self._ledger)
 
     def gauge(self) -> Gauge:
-        """How full the ring is, for the status file."""
-        row = self._buffers.row_bytes if self._buffers else 0
-        used, peak = self._ring.fill()
-        return Gauge(self._ring.capacity * row, used * row, peak * row, self._ring.waited)
-
-    def _send(
-        self, block: Block, wanted: Sequence[Rows], take: Callable[[Sequence[Load]], None], freeing: _Countdown
-    ) -> list[Rows]:
-        assert self._buffers is not None
-        mark, patience = self._lane.mark(), time.monotonic() + self._config.max_wait_seconds
-        groups = _groups(wanted, max(1, LOAD_BYTES // self._buffers.row_bytes))
-        loads: list[Load] = []
-        for number, group in enumerate(groups):
-            first, rows = group[0].at, group[-1].at + group[-1].rows - group[0].at
-            span = self._ring.take(rows, 0.0)
-            if span is None:
-                take(loads)  # before waiting: they are what makes room
-                loads = []
-                span = self._ring.take(rows, max(0.0, patience - time.monotonic()))
-            if span is None:
-                return [rows for left in groups[number:] for rows in left]
-            freeing.add()
-            source = slice(block.span.start + first, block.span.start + first + rows)
-            loads.append(Load(group, list(self._index), _Transfer(self._lane, mark, source, freeing), span, self))
-        take(loads)
-        return []
+        """How full the ring is, and how long forwards have waited, for the status file."""
+        buffers = self._buffers
+        if buffers is None:
+            return Gauge()
+        row, (used, peak) = buffers.row_bytes, buffers.ring.fill()
+        return Gauge(buffers.ring.capacity * row, used * row, peak * row, buffers.room.waited)
 
 
-class _Countdown:
-    """Gives a span back when all that read it have dropped it."""
-
-    def __init__(self, ring: RowRing, span: Span):
-        self._ring = ring
-        self._span = span
-        self._count = 1
-        self._lock = threading.Lock()
-
-    def add(self) -> None:
-        with self._lock:
-            self._count += 1
-
-    def drop(self) -> None:
-        with self._lock:
-            self._count -= 1
-            last = self._count == 0
-        if last:
-            self._ring.give_back(self._span)
+Deliver = Callable[[Load], None]
+Skipping = Callable[[Sequence[Skip]], None]
 
 
 @dataclass
-class _Transfer:
-    """Rows ``source`` of the device's buffer, to be fetched when ``mark`` is reached."""
+class Shipment:
+    """A forward's rows, ``span`` of the device's buffer, there when ``mark`` is reached."""
 
-    lane: Lane
+    buffers: _Buffers
+    span: Span
     mark: Any
-    source: slice
-    freeing: _Countdown
+    requests: Requests
+    ledger: Ledger
+    slots: list[int]
+    config: Config
+    failure: str = ""
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether less room is left on the device than these rows take."""
+        room = self.buffers.room
+        return room.capacity - room.used < self.span.stop - self.span.start
+
+    def wait(self) -> None:
+        try:
+            self.buffers.lane.wait(self.mark)
+        except Exception as error:
+            self.failure = repr(error)
+
+    def unload(self, deliver: Deliver, skip: Skipping) -> None:
+        """Bring the rows into the ring, whose room is waited for ``max_wait_seconds`` at most; then that on the device
+        is free. What is larger than half the ring goes in parts, as the writers empty it."""
+        try:
+            if self.failure:
+                self._lose(self.requests.rows(), ("capture_error", self.failure), skip)
+            else:
+                self._unload(deliver, skip)
+        finally:
+            self.buffers.room.give_back(self.span)
+
+    def _unload(self, deliver: Deliver, skip: Skipping) -> None:
+        ring, patience = self.buffers.ring, time.monotonic() + self.config.max_wait_seconds
+        wanted, skips = self.ledger.settle(self.requests.rows())
+        skip(skips)
+        most = max(1, ring.capacity // 2)
+        groups = groups_of(wanted, min(most, max(1, LOAD_BYTES // self.buffers.row_bytes)), most)
+        for number, group in enumerate(groups):
+            size = group[-1].at + group[-1].rows - group[0].at
+            span = ring.take(size, max(0.0, patience - time.monotonic()))
+            if span is None:
+                why = f"{ring.used} of the ring's {ring.capacity} rows wait for the disk"
+                self._lose([rows for left in groups[number:] for rows in left], ("backpressure", why), skip)
+                return
+            load = RingLoad(group, self.slots, span, self.buffers)
+            try:
+                self.buffers.fetch(self.span.start + group[0].at, span)
+            except Exception as error:
+                load.release()
+                self._lose(group, ("capture_error", repr(error)), skip)
+            else:
+                deliver(load)
+
+    def _lose(self, lost: Sequence[Rows], why: tuple[str, str], skip: Skipping) -> None:
+        rids = list(dict.fromkeys(rows.rid for rows in lost))
+        self.ledger.forget(rids)
+        skip([Skip(rid, *why) for rid in rids])
 
 
-class Load:
-    """Rows of one run on their way to the disk, with what is reserved for them in the ring."""
+@dataclass
+class Refusal:
+    """A forward of which nothing is written."""
 
-    def __init__(self, rows: list[Rows], slots: list[int], transfer: _Transfer, span: Span, blocks: Blocks):
-        assert blocks._buffers is not None
+    requests: Requests
+    reason: str
+    detail: str
+    ledger: Ledger
+    is_urgent: bool = True
+
+    def wait(self) -> None:
+        pass
+
+    def unload(self, deliver: Deliver, skip: Skipping) -> None:  # noqa: ARG002 (a Shipment)
+        rids = [rows.rid for rows in self.requests.rows()]
+        self.ledger.forget(rids)
+        skip([Skip(rid, self.reason, self.detail) for rid in rids])
+
+
+class RingLoad:
+    """Rows of one run on their way to the disk, ``span`` of the ring."""
+
+    def __init__(self, rows: list[Rows], slots: list[int], span: Span, buffers: _Buffers):
         self.rows = rows
         self._slots = slots
-        self._transfer = transfer
         self._span = span
-        self._ring = blocks._ring
-        self._buffers = blocks._buffers
+        self._buffers = buffers
 
     @property
     def run(self) -> str:
@@ -306,24 +357,12 @@ class Load:
     def rids(self) -> list[str]:
         return [rows.rid for rows in self.rows]
 
-    def fetch(self) -> None:
-        """Copy the rows into the ring; their place on the device is free then."""
-        buffers, source, target = self._buffers, self._transfer.source, slice(self._span.start, self._span.stop)
-        pairs = [
-            (buffers.host_states[target], buffers.states[source]),
-            (buffers.host_ids[target], buffers.ids[source]),
-        ]
-        try:
-            self._transfer.lane.fetch(self._transfer.mark, pairs)
-        finally:
-            self._transfer.freeing.drop()
-
     def pieces(self) -> list[Piece]:
         """The rows where they lie; valid until ``release``."""
         buffers, dtype = self._buffers, dtype_name(self._buffers.host_states.dtype)
         shape, row, shift = list(buffers.host_states.shape[1:]), buffers.row_bytes, self._span.start - self.rows[0].at
         found = []
-        for rows in self.rows:
+        for rows in in_turns(self.rows):
             first, last = rows.at + shift, rows.at + shift + rows.rows
             ids, data = buffers.id_bytes[4 * first : 4 * last], buffers.state_bytes[row * first : row * last]
             found.append(Piece(rows.rid, rows.start, dtype, [rows.rows, *shape], self._slots, ids, data))
@@ -331,41 +370,25 @@ class Load:
 
     def release(self) -> None:
         """Let the ring have the rows back."""
-        self._ring.give_back(self._span)
+        self._buffers.ring.give_back(self._span)
 
 
 def _moves(ranges: Sequence[tuple[int, int]], start: int) -> list[tuple[slice, slice]]:
-    """(rows of the stream, rows of the buffer) that put ``ranges`` one after the other from row ``start`` on; ranges
-    that touch are one."""
+    """(rows of the stream, rows of the buffer) that put ``ranges`` one after the other from row ``start`` on."""
     moves = []
-    for first, rows in _merged(ranges):
+    for first, rows in ranges:
         moves.append((slice(first, first + rows), slice(start, start + rows)))
         start += rows
     return moves
 
 
-def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for first, rows in ranges:
-        if merged and sum(merged[-1]) == first:
-            merged[-1] = (merged[-1][0], merged[-1][1] + rows)
-        elif rows:
-            merged.append((first, rows))
-    return merged
+def _put(target: torch.Tensor, states: torch.Tensor, residual: torch.Tensor | None) -> None:
+    import torch
 
-
-def _groups(wanted: Sequence[Rows], limit: int) -> list[list[Rows]]:
-    """Neighbours of one run, at most ``limit`` rows together unless one alone has more."""
-    groups: list[list[Rows]] = []
-    run, end, size = "", -1, 0
-    for rows in wanted:
-        its_run = run_of(rows.rid)
-        if rows.at != end or size + rows.rows > limit or its_run != run:
-            groups.append([])
-            run, size = its_run, 0
-        groups[-1].append(rows)
-        end, size = rows.at + rows.rows, size + rows.rows
-    return groups
+    if residual is None:
+        target.copy_(states)
+    else:
+        torch.add(states, residual, out=target)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

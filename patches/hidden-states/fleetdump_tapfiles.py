@@ -1,7 +1,8 @@
 """The tap's writer threads (docs/formats.md of fleetdump): what the forward hands over goes to disk, beside it.
 
-Standard library alone. The forward's thread only calls ``TapWriter.take``, ``put`` and ``skip``, which do no I/O and
-wait for no thread that does.
+Standard library alone. The forward's thread only calls ``TapWriter.take``, which takes no lock. What the others have to
+do in Python they do in few and short steps, and as far as possible while the forward's thread waits for the device:
+they share the interpreter's lock with it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from fleetdump_taprecords import Config, Gauge, Load, Norm, Piece, PlainLoad, Skip, run_of
+from fleetdump_taprecords import Config, Gauge, Load, Norm, Piece, PlainLoad, PlainShipment, Shipment, Skip, run_of
 from fleetdump_taprun import Counts, Order, Run
 
 logger = logging.getLogger(__name__)
 
 GROUP_BYTES = 128 << 20
 """What one thread writes before it fsyncs, if so much waits."""
+SHARE_BYTES = 32 << 20
+"""What must wait before a further thread is woken for it."""
+PASSING_SECONDS = 0.02
+"""How long the courier waits for the next forward to be on its way, before it takes up what the last one has left: the
+time between two forwards is the scheduler's, and the interpreter is wanted there."""
+TAIL_SECONDS = 0.002
+"""What a forward still has to launch behind its layers."""
 REPORT_SECONDS = 1.0
 SLOW_DOWN_FILL = 0.5
 """How full the ring may get before the driver is to send less."""
@@ -38,8 +47,8 @@ class _Waiting:
 
 
 class TapWriter:
-    """Two queues and their threads: a courier that fetches loads, writers that write them. And a keeper that journals
-    skips, closes what is idle and reports.
+    """Threads: a courier that brings what forwards hand over into memory, writers that write it, and a keeper that
+    journals skips, closes what is idle and reports.
 
     ``rank`` names the writer; ``norm`` is written once into each run's directory. ``folder``: where in a run's
     directory it writes, which is nowhere deeper for what belongs to the data. ``gauge``: how full the
@@ -59,12 +68,22 @@ class TapWriter:
         self._norm = norm
         self._folder = folder
         self._counts = Counts()
+        self._coming: deque[Shipment] = deque()
+        """Handed over; what is being unloaded stays at its head."""
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        """Rings once for each of them, and to stop: neither takes a lock that a thread could hold."""
         lock = threading.Lock()
-        self._changed = threading.Condition(lock)
-        self._arrived = threading.Condition(lock)
-        self._coming: deque[_Waiting] = deque()
-        """To be fetched; what is being fetched stays at its head."""
+        self._work = threading.Condition(lock)
+        """Of the writers. There is one for each kind of thread: who is woken for nothing takes the interpreter, too."""
+        self._asked = threading.Condition(lock)
+        """Of the keeper."""
+        self._settled = threading.Condition(lock)
+        """Of who waits in ``drain``."""
         self._queue: deque[_Waiting] = deque()
+        self._queued = 0
+        """Bytes in it."""
+        self._overdue = False
+        """Whether what waits must not wait for the threads that are at work."""
         self._skips: list[Skip] = []
         self._runs: dict[str, Run] = {}
         self._writers = 0
@@ -74,43 +93,40 @@ class TapWriter:
         self._status = _Status(config, self._role, self._counts, gauge)
         self._threads = [
             threading.Thread(target=target, name=f"fleetdump-tap-{number}", daemon=True)
-            for number, target in enumerate([self._keep, self._fetch, *[self._write] * config.threads])
+            for number, target in enumerate([self._keep, self._unload, *[self._write] * config.threads])
         ]
         for thread in self._threads:
             thread.start()
 
-    def take(self, loads: Sequence[Load]) -> None:
-        """Have loads written. Those of a run are journalled in the order in which they come here."""
-        with self._changed:
-            for load in loads:
-                run = self._run(load.run)
-                self._coming.append(_Waiting(run, load, run.expect()))
-            self._arrived.notify()
+    def take(self, shipment: Shipment) -> None:
+        """Have a forward's rows written. Those of a run are journalled in the order in which they come here."""
+        self._coming.append(shipment)
+        self._bell.put(None)
 
     def put(self, pieces: Sequence[Piece]) -> None:
         """Have pieces written that lie in memory of their own."""
         runs = dict.fromkeys(run_of(piece.rid) for piece in pieces)
-        self.take([PlainLoad([piece for piece in pieces if run_of(piece.rid) == run]) for run in runs])
+        self.take(PlainShipment([PlainLoad([p for p in pieces if run_of(p.rid) == run]) for run in runs]))
 
     def skip(self, skips: Sequence[Skip]) -> None:
         """Have requests journalled as skipped."""
         if skips:
-            with self._changed:
+            with self._asked:
                 self._skips += skips
-                self._changed.notify_all()
+                self._asked.notify()
 
     def drain(self, seconds: float) -> bool:
         """Wait until everything that was handed over is journalled; whether it was in time. Shards stay open."""
-        with self._changed:
-            return self._changed.wait_for(self._is_drained, seconds)
+        with self._settled:
+            return self._settled.wait_for(self._is_drained, seconds)
 
     def stop(self, seconds: float = 10.0) -> None:
         """Write what is queued, close everything and end the threads."""
         end = time.monotonic() + seconds
-        with self._changed:
+        with self._asked:
             self._stopping = True
-            self._changed.notify_all()
-            self._arrived.notify_all()
+            self._asked.notify()
+        self._bell.put(None)
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
@@ -125,33 +141,54 @@ class TapWriter:
         return run
 
     # ------------------------------------------------------------------ courier
-    def _fetch(self) -> None:
+    def _unload(self) -> None:
+        ahead = 0  # bells that were heard for what is still to come
         while True:
-            with self._changed:
-                self._arrived.wait_for(lambda: self._coming or self._stopping)
-                if not self._coming:
-                    return
-                waiting = self._coming[0]
+            if ahead:
+                ahead -= 1
+            else:
+                self._bell.get()
+            if not self._coming:  # it rang to stop
+                return
+            shipment = self._coming[0]
             try:
-                waiting.load.fetch()
-            except Exception as error:
+                shipment.wait()
+                if not ahead and not shipment.is_urgent:
+                    ahead = self._let_pass()
+                shipment.unload(self._deliver, self.skip)
+            except Exception:
                 logger.exception("fleetdump-tap: the courier goes on after")
-                waiting.order.lost = repr(error)
-            with self._changed:
+            with self._settled:
                 self._coming.popleft()
-                self._queue.append(waiting)
-                self._changed.notify()
+                self._settled.notify_all()
+
+    def _let_pass(self) -> int:
+        """Wait until the next forward has run, as far as its thread goes, or none is in sight; how many have."""
+        try:
+            self._bell.get(timeout=PASSING_SECONDS)
+        except Empty:
+            return 0
+        time.sleep(TAIL_SECONDS)
+        return 1
+
+    def _deliver(self, load: Load) -> None:
+        with self._work:
+            run = self._run(load.run)
+            self._queue.append(_Waiting(run, load, run.expect()))
+            self._queued += load.bytes
+            self._wake()
 
     # ------------------------------------------------------------------ writer threads
     def _write(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._to_close() or self._is_over())
+            with self._work:
+                self._work.wait_for(lambda: self._wants_thread() or self._is_over())
                 run, group = self._to_close(), self._group()
                 if not group and run is None:
                     return
                 self._writers += bool(group)
                 self._closing += not group
+                self._wake()
             try:
                 if group:
                     group[0].run.write([(waiting.load, waiting.order) for waiting in group])
@@ -159,22 +196,39 @@ class TapWriter:
                     run.close_one()
             except Exception:
                 logger.exception("fleetdump-tap: the writer goes on after")
-            with self._changed:
+            with self._settled:
                 self._writers -= bool(group)
                 self._closing -= not group
-                self._changed.notify_all()
+                self._settled.notify_all()
+
+    def _wake(self) -> None:
+        """Wake a thread if there is something for one more."""
+        if self._wants_thread():
+            self._work.notify()
+
+    def _wants_thread(self) -> bool:
+        """Whether one more thread should work: those that do are enough for what is little, as they will be free soon
+        and can write it as one group."""
+        more = not self._writers or self._overdue or self._queued >= SHARE_BYTES
+        return bool(self._queue and more) or (self._closing < self._most_closing and self._to_close() is not None)
+
+    @property
+    def _most_closing(self) -> int:
+        return max(1, self._config.threads // 2)
 
     def _group(self) -> list[_Waiting]:
         """The next loads of one run: this thread's part of what waits, at most about ``GROUP_BYTES``; none when closing
         shards would be left behind."""
-        if self._to_close() is not None and self._closing < max(1, self._config.threads // 2):
+        if self._closing < self._most_closing and self._to_close() is not None:
             return []
         group: list[_Waiting] = []
         size, idle = 0, self._config.threads - self._writers - self._closing
-        most = -(-len(self._queue) // max(1, idle))
-        while len(group) < most and size < GROUP_BYTES and (not group or self._queue[0].run is group[0].run):
+        fair = max(SHARE_BYTES, self._queued // max(1, idle))
+        while self._queue and size < min(fair, GROUP_BYTES) and (not group or self._queue[0].run is group[0].run):
             group.append(self._queue.popleft())
             size += group[-1].load.bytes
+        self._queued -= size
+        self._overdue = False
         return group
 
     def _to_close(self) -> Run | None:
@@ -190,8 +244,8 @@ class TapWriter:
     # ------------------------------------------------------------------ keeper
     def _keep(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._skips or self._stopping, self._tick())
+            with self._asked:
+                self._asked.wait_for(lambda: self._skips or self._stopping, self._tick())
                 skips, self._skips = self._skips, []
                 skipped = [(self._run(name), name) for name in dict.fromkeys(skip.run for skip in skips)]
                 self._keeping = True
@@ -202,10 +256,11 @@ class TapWriter:
                 self._status.report(self._stopping)
             except Exception:
                 logger.exception("fleetdump-tap: the keeper goes on after")
-            with self._changed:
+            with self._settled:
                 self._keeping = False
-                self._changed.notify_all()
+                self._settled.notify_all()
                 if self._is_over() and not self._writers and not self._closing:
+                    self._work.notify_all()
                     return
             if self._stopping:
                 time.sleep(0.01)
@@ -215,15 +270,18 @@ class TapWriter:
 
     def _tidy(self) -> None:
         """Close what is idle, forget runs that have nothing open."""
-        with self._changed:
+        with self._work:
             runs = list(self._runs.items())
         for _, run in runs:
             run.rest(0.0 if self._stopping else self._config.idle_close_seconds)
             run.let_go()
-        with self._changed:
+        with self._work:
             for name, run in runs:
                 if run.is_idle():
                     del self._runs[name]
+            # A thread that hangs (a network file system) must not keep what waits behind it.
+            self._overdue = bool(self._queue)
+            self._wake()
 
 
 class _Status:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from fleetdump_taprecords import Config, Norm
+from fleetdump_taprecords import HEAVY_TURN, Config, Norm, in_turns
 from fleetdump_tapshard import Record, Shard, fsync_directory, safetensors_header
 
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
@@ -54,7 +54,8 @@ class RunFiles:
             raise gone()
         end = self._journal.seek(0, os.SEEK_END)
         try:
-            data = memoryview("".join(ENCODE(record) + "\n" for record in records).encode())
+            text = "".join(ENCODE(record) + "\n" for record in in_turns(records, HEAVY_TURN))
+            data = memoryview(text.encode())
             while data:
                 data = data[self._journal.write(data) :]
             closes = records[0]["kind"] == "shard"

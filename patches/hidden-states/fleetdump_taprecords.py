@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 FSYNC = ("group", "close", "never")
+TURN = 256
+"""Samples that a thread of ours takes a step of about 1 us with in one go."""
+HEAVY_TURN = 32
+"""The same for steps of about 10 us."""
+PAUSE_SECONDS = 0.0001
+"""What it leaves the interpreter to others between two turns."""
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -96,14 +105,25 @@ class Load(Protocol):
     @property
     def rids(self) -> Sequence[str]: ...
 
-    def fetch(self) -> None:
-        """Bring them into memory; takes as long as it takes."""
-
     def pieces(self) -> list[Piece]:
-        """What was fetched."""
+        """What it is made of."""
 
     def release(self) -> None:
         """Their memory may be used again."""
+
+
+class Shipment(Protocol):
+    """What a forward has handed over."""
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the next forward may need the room that it takes."""
+
+    def wait(self) -> None:
+        """Return when the forward has computed it."""
+
+    def unload(self, deliver: Callable[[Load], None], skip: Callable[[Sequence[Skip]], None]) -> None:
+        """Bring it into memory, load by load; takes as long as it takes."""
 
 
 @dataclass
@@ -124,14 +144,26 @@ class PlainLoad:
     def rids(self) -> list[str]:
         return [piece.rid for piece in self.loaded]
 
-    def fetch(self) -> None:
-        pass
-
     def pieces(self) -> list[Piece]:
         return self.loaded
 
     def release(self) -> None:
         pass
+
+
+@dataclass
+class PlainShipment:
+    """Loads that are in memory."""
+
+    loads: Sequence[Load]
+    is_urgent: bool = True
+
+    def wait(self) -> None:
+        pass
+
+    def unload(self, deliver: Callable[[Load], None], skip: Callable[[Sequence[Skip]], None]) -> None:  # noqa: ARG002
+        for load in self.loads:
+            deliver(load)
 
 
 @dataclass
@@ -148,3 +180,12 @@ class Gauge:
 def run_of(rid: str) -> str:
     """The run of a rid of ours."""
     return rid.split("/", 2)[1]
+
+
+def in_turns(items: Iterable[Item], turn: int = TURN) -> Iterator[Item]:
+    """``items``, with a pause after every ``turn``. A thread that has the interpreter's lock keeps it for 5 ms unless
+    it sleeps, and the forward's thread, which lets go of it in each operation, would wait that long to have it back."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % turn == 0:
+            time.sleep(PAUSE_SECONDS)

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 
-@dataclass
+@dataclass(slots=True)
 class Span:
     """Rows ``start`` to ``stop`` of a ring."""
 
@@ -24,7 +24,8 @@ class RowRing:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self._spans: deque[Span] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._stuck = False
         self._peak = 0
         self.waited = 0.0
@@ -33,7 +34,7 @@ class RowRing:
     def take(self, rows: int, seconds: float) -> Span | None:
         """``rows`` rows, waiting at most ``seconds`` for them; None when there are none. After a wait in vain the next
         ones do not wait at all until there has been room: a stuck disk costs one wait."""
-        with self._changed:
+        with self._lock:
             span = self._try(rows)
             if span is None and seconds <= 0:
                 return None
@@ -53,9 +54,15 @@ class RowRing:
                 self._spans.popleft()
             self._changed.notify_all()
 
+    @property
+    def used(self) -> int:
+        """Rows that cannot be taken now."""
+        with self._lock:
+            return self._used()
+
     def fill(self) -> tuple[int, int]:
         """Rows that cannot be taken now, and the most of them since the last call."""
-        with self._changed:
+        with self._lock:
             used = self._used()
             peak, self._peak = max(self._peak, used), used
             return used, peak

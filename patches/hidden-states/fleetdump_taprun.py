@@ -68,8 +68,6 @@ class Order:
     number: int
     written: list[_Entry] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
-    lost: str = ""
-    """Why the load never came, if it did not."""
     done: bool = False
 
 
@@ -134,10 +132,7 @@ class Run:
 
     def _write_load(self, load: Load, order: Order, borrowed: list[Shard]) -> None:
         try:
-            if order.lost:
-                order.skips += [Skip(rid, "capture_error", order.lost) for rid in load.rids]
-            else:
-                self._write_pieces(load.pieces(), order, borrowed)
+            self._write_pieces(load.pieces(), order, borrowed)
         except Exception as error:
             logger.exception("fleetdump-tap: the writer goes on after")
             order.skips += [Skip(rid, "io_error", repr(error)) for rid in load.rids]

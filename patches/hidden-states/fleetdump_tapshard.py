@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleetdump_taprecords import Piece
+from fleetdump_taprecords import HEAVY_TURN, Piece, in_turns
 
 HEADER_SLACK = 4096
 """Bytes of the header reserve kept for the metadata."""
@@ -98,7 +98,8 @@ class Shard:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._start + self._end)
             raise
-        lines = [self._record(piece, checksum) for piece, checksum in zip(pieces, records, strict=True)]
+        pairs = in_turns(zip(pieces, records, strict=True), HEAVY_TURN)
+        lines = [self._record(piece, checksum) for piece, checksum in pairs]
         self._written += len(lines)
         self.unsynced = True
         return lines

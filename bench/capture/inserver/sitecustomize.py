@@ -165,18 +165,20 @@ class Timed:
         self._records = records
         self._spent: list[int] = []
 
-    def before_layer(self, model: Any, layer_id: int, hidden_states: Any, forward_batch: Any, **more: Any) -> None:
+    def before_layer(
+        self, model: Any, layer_id: int, hidden_states: Any, forward_batch: Any, residual: Any = None
+    ) -> None:
         call = self._before_layer
         start = time.perf_counter_ns()
         if call is not None:
-            call(model, layer_id, hidden_states, forward_batch, **more)
+            call(model, layer_id, hidden_states, forward_batch, residual)
         self._spent.append(time.perf_counter_ns() - start)
 
-    def after_layers(self, model: Any, hidden_states: Any, forward_batch: Any, **more: Any) -> None:
+    def after_layers(self, model: Any, hidden_states: Any, forward_batch: Any, residual: Any = None) -> None:
         call = self._after_layers
         start = time.perf_counter_ns()
         if call is not None:
-            call(model, hidden_states, forward_batch, **more)
+            call(model, hidden_states, forward_batch, residual)
         spent = time.perf_counter_ns() - start
         self._records.append([len(getattr(forward_batch, "rids", None) or ()), *self._spent, spent])
         self._spent = []
