@@ -44,7 +44,7 @@ from bench.capture.server import (
 from demo.sglang_cpu import recipe
 from fleetdump.agent.protocol import CaptureSpec, to_json
 
-PARTS = ("check", "inert", "syncs", "alternate", "long", "latency", "small", "limit")
+PARTS = ("check", "inert", "syncs", "alternate", "long", "latency", "limit", "small")
 FLAGS = "flags"
 """The one part that needs a server of its own."""
 GPU_ARGS = (

@@ -15,7 +15,8 @@ Repeat: ``python -m bench.diagnose_cost``.
 a process of their own keep it busy, and stretches with stage 1 alternate with stretches alone, each of about the same
 length. ``throughput_ratio_stage1`` is then the median over ``--pairs`` of its tokens a second against the mean of the
 stretches before and after; beside it stand the quartiles, and those of a stretch alone against its neighbours alone
-(``ratio_alone``): what this machine's own unrest makes of a ratio that should be 1. On one H200: bench/h200/measure.sh.
+(``ratio_alone``): what the unrest of this machine makes of a ratio that should be 1.
+On one H200: bench/h200/diagnose_cost.sh.
 """
 
 from __future__ import annotations
@@ -173,6 +174,7 @@ def real_server(port: int, pairs: int, clients: int, scratch: Path) -> dict[str,
         "server": f"{target.ranks} ranks, {sum(1 for _ in procfs.tree(target.pid))} processes",
         "stage1_wall_s": round(statistics.median(walls), 2),
         "stage1_host_cpu_s": round(statistics.median(cpus), 2),
+        "stage1_core_share": round(statistics.median(cpu / wall for cpu, wall in zip(cpus, walls, strict=True)), 3),
         "throughput_ratio_stage1": round(statistics.median(ratios), 3),
         "ratio_quartiles": _quartiles(ratios),
         "ratio_alone": round(statistics.median(quiet), 3),

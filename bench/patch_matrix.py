@@ -26,7 +26,8 @@ from typing import Any
 from fleetdump.agent.applicable import choose_edits
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.edit import apply_edits
-from fleetdump.agent.patching import MARKER, patch, revert
+from fleetdump.agent.patching import patch, revert
+from fleetdump.agent.patchsurvey import MARKER
 from fleetdump.agent.protocol import AgentFailure, PatchArgs, PatchSpec, Request, RevertArgs
 from fleetdump.patches import find_patch, load_patch
 

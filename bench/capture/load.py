@@ -35,12 +35,14 @@ class Load:
 
 
 class Prompts:
-    """Bodies of ``/generate``: prompts of ``length`` random tokens, ``group`` of them a request."""
+    """Bodies of ``/generate``: prompts of ``length`` random tokens, ``group`` of them a request. ``answer``: tokens to
+    generate; with none SGLang only prefills, with one it may decode once more than that."""
 
-    def __init__(self, vocabulary: int, length: int, group: int = 1, seed: int = 1):
+    def __init__(self, vocabulary: int, length: int, group: int = 1, seed: int = 1, answer: int = 1):
         source = random.Random(seed)
         self.length = length
         self.group = group
+        self._answer = answer
         self._vocabulary = vocabulary
         self._rest = [
             "".join(f",{source.randrange(3, vocabulary)}" for _ in range(length - 2)) + "]" for _ in range(POOL)
@@ -59,7 +61,7 @@ class Prompts:
         names = ",".join(f'"{rids}/{self.length}x{self.group}-{number}/1"' for number in numbers)
         many = self.group > 1
         rid, prompt = (f"[{names}]", f"[{ids}]") if many else (names, ids)
-        sampling = '{"temperature":0,"max_new_tokens":1,"ignore_eos":true}'
+        sampling = f'{{"temperature":0,"max_new_tokens":{self._answer},"ignore_eos":true}}'
         return f'{{"rid":{rid},"input_ids":{prompt},"sampling_params":{sampling}}}'.encode()
 
     def _prompt(self, number: int) -> str:

@@ -67,10 +67,10 @@ def before_layer(
 ) -> None:
     """Called before each layer. The stream is ``hidden_states + residual``, or ``snapshot(hidden_states,
     forward_batch)`` on releases that keep the residual in ``forward_batch``."""
-    tap = _tap
-    if tap is None or forward_batch is tap.idle:
+    if forward_batch is _idle:
         return
-    if forward_batch is tap.seen or tap.look(model, forward_batch):
+    tap = _tap
+    if tap is not None and (forward_batch is tap.seen or tap.look(model, forward_batch)):
         slot, forward = tap.wanted.get(layer_id), tap.forward
         if slot is not None and forward is not None:
             tap.capture(forward, slot, _Stream(hidden_states, residual, snapshot))
@@ -84,15 +84,14 @@ def after_layers(
     snapshot: Snapshot | None = None,
 ) -> None:
     """Called behind the loop, before the final norm; arguments as in ``before_layer``."""
-    tap = _tap
-    if tap is None:
+    global _idle
+    tap, idle, _idle = _tap, _idle, None
+    if tap is None or forward_batch is idle:
         return
-    forward = None
-    if forward_batch is tap.seen or (forward_batch is not tap.idle and tap.look(model, forward_batch)):
-        forward = tap.forward
-    tap.seen = tap.idle = tap.forward = None
-    if forward is not None:
-        tap.finish(model, forward, _Stream(hidden_states, residual, snapshot))
+    if forward_batch is tap.seen or tap.look(model, forward_batch):
+        forward, tap.forward, tap.seen, _idle = tap.forward, None, None, None
+        if forward is not None:
+            tap.finish(model, forward, _Stream(hidden_states, residual, snapshot))
 
 
 def note_requests(batch: Any) -> None:
@@ -165,11 +164,9 @@ class _Tap:
         self._refusal = ""
         self._noted: tuple[Any, list[str]] | None = None
         """The scheduler's newest batch: its ``prefix_lens``, which the ForwardBatch shares, and its rids."""
-        self.idle: Any = None
-        """The ForwardBatch whose loop is running, if nothing of it is captured. Told first: on a server that is not
-        ours alone that is the usual case, and the price of each layer of it."""
         self.seen: Any = None
-        """The same, if something is: rows of ours, or a sum to take part in."""
+        """The ForwardBatch whose loop is running, if something of it is captured: rows of ours, or a sum to take part
+        in."""
         self.forward: _Forward | None = None
         """What is captured of it."""
         self.wanted: dict[int, int] = {}
@@ -185,7 +182,8 @@ class _Tap:
         """Whether something is to be captured of a forward that begins."""
         if is_compiling():
             return False
-        self.seen = self.idle = self.forward = None
+        global _idle
+        self.seen = self.forward = _idle = None
         if not self._armed:
             self._arm(model)
         try:
@@ -194,7 +192,7 @@ class _Tap:
             # Everything up to here depends on what all ranks have in common, so they all come here.
             logger.error("fleetdump-tap: %r", error)
         if self.forward is None:
-            self.idle = batch
+            _idle = batch
             return False
         self.seen = batch
         return True
@@ -367,3 +365,6 @@ def _load() -> _Tap | None:
 
 
 _tap = _load()
+_idle: Any = None
+"""The ForwardBatch whose loop is running, if nothing of it is captured. On a server that is not ours alone that is the
+usual case; looking here alone is what each layer of it costs."""

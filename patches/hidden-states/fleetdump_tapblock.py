@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 LOAD_BYTES = 128 << 20
 """What goes to the writers at once, unless a single piece is larger."""
+FORWARDS = 3
+"""Of the largest that the device's buffer takes at most: one is copied, one computed, one launched."""
+WIDE_ROWS = 2048
+"""From so many rows on the device's time counts for more than that of the thread that launches. An operation on 16-bit
+items with gaps is several times slower than a copy of the same bytes in items of 64 bits."""
 COPY_BYTES = 8 << 20
 """What is copied to the host at once: 0.15 ms at 55 GB/s."""
 
@@ -113,6 +118,8 @@ class _Buffers:
     states: torch.Tensor
     planes: list[torch.Tensor]
     """``states`` slot by slot, ``[rows, hidden]`` each."""
+    wide_planes: list[torch.Tensor]
+    """The same as 64-bit items, none where the width does not allow it."""
     ids: torch.Tensor
     room: RowRing
     host_states: torch.Tensor
@@ -165,7 +172,7 @@ class Blocks:
         slots = len(self._index)
         row = slots * hidden * dtype.itemsize
         rows, ring_rows = self._config.device_bytes // row, self._config.ring_bytes // row
-        rows = min(rows, 2 * self._largest or rows)
+        rows = min(rows, FORWARDS * self._largest or rows)
         cuda = device.type == "cuda"
         try:
             # Plain tensors, whatever mode the forward runs in: they outlive it.
@@ -177,6 +184,7 @@ class Blocks:
                 self._buffers = _Buffers(
                     states,
                     [states[:, index] for index in range(slots)],
+                    [states.view(torch.int64)[:, index] for index in range(slots)] if _is_wide(states) else [],
                     ids,
                     RowRing(rows),
                     host_states,
@@ -214,13 +222,13 @@ class Blocks:
     def fill(self, block: Block, slot: int, states: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """Put the wanted rows of ``states``, plus ``residual`` if there is one, into ``slot`` of the block: one
         operation of the device. Both are ``[rows, hidden]`` of the buffers' dtype."""
-        plane = block.buffers.planes[self._index[slot]]
+        index, buffers = self._index[slot], block.buffers
         whole = block.span.stop - block.span.start == states.shape[0]
         for source, target in block.moves:
-            if whole:  # the usual case; each cut takes as long as the addition does until it is launched
-                _put(plane[target], states, residual)
+            if not whole:  # seldom; each cut takes as long as the addition does until it is launched
+                _put(buffers, index, target, states[source], None if residual is None else residual[source])
             else:
-                _put(plane[target], states[source], None if residual is None else residual[source])
+                _put(buffers, index, target, states, residual)
         block.filled.add(slot)
 
     def is_whole(self, block: Block) -> bool:
@@ -241,12 +249,12 @@ class Blocks:
         return Refusal(requests, reason, detail, self._ledger)
 
     def gauge(self) -> Gauge:
-        """How full the ring is, and how long forwards have waited, for the status file."""
+        """How full the ring is, for the status file."""
         buffers = self._buffers
         if buffers is None:
             return Gauge()
         row, (used, peak) = buffers.row_bytes, buffers.ring.fill()
-        return Gauge(buffers.ring.capacity * row, used * row, peak * row, buffers.room.waited)
+        return Gauge(buffers.ring.capacity * row, used * row, peak * row, buffers.ring.waited)
 
 
 Deliver = Callable[[Load], None]
@@ -264,28 +272,15 @@ class Shipment:
     ledger: Ledger
     slots: list[int]
     config: Config
-    failure: str = ""
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether less room is left on the device than these rows take."""
-        room = self.buffers.room
-        return room.capacity - room.used < self.span.stop - self.span.start
-
-    def wait(self) -> None:
-        try:
-            self.buffers.lane.wait(self.mark)
-        except Exception as error:
-            self.failure = repr(error)
 
     def unload(self, deliver: Deliver, skip: Skipping) -> None:
-        """Bring the rows into the ring, whose room is waited for ``max_wait_seconds`` at most; then that on the device
-        is free. What is larger than half the ring goes in parts, as the writers empty it."""
+        """Bring the rows into the ring, whose room is waited for ``max_wait_seconds`` at most; then theirs on the
+        device is free. What is larger than half the ring goes in parts, as the writers empty it."""
         try:
-            if self.failure:
-                self._lose(self.requests.rows(), ("capture_error", self.failure), skip)
-            else:
-                self._unload(deliver, skip)
+            self.buffers.lane.wait(self.mark)
+            self._unload(deliver, skip)
+        except Exception as error:
+            self._lose(self.requests.rows(), ("capture_error", repr(error)), skip)
         finally:
             self.buffers.room.give_back(self.span)
 
@@ -325,10 +320,6 @@ class Refusal:
     reason: str
     detail: str
     ledger: Ledger
-    is_urgent: bool = True
-
-    def wait(self) -> None:
-        pass
 
     def unload(self, deliver: Deliver, skip: Skipping) -> None:  # noqa: ARG002 (a Shipment)
         rids = [rows.rid for rows in self.requests.rows()]
@@ -382,13 +373,25 @@ def _moves(ranges: Sequence[tuple[int, int]], start: int) -> list[tuple[slice, s
     return moves
 
 
-def _put(target: torch.Tensor, states: torch.Tensor, residual: torch.Tensor | None) -> None:
+def _put(buffers: _Buffers, index: int, target: slice, states: torch.Tensor, residual: torch.Tensor | None) -> None:
+    """Put ``states`` (plus ``residual``) into rows ``target`` of slot ``index``."""
     import torch
 
-    if residual is None:
-        target.copy_(states)
+    wide = bool(buffers.wide_planes) and states.shape[0] >= WIDE_ROWS
+    if residual is not None and not wide:
+        torch.add(states, residual, out=buffers.planes[index][target])
+        return
+    value = states if residual is None else states + residual
+    if wide and value.dtype == buffers.states.dtype and _is_wide(value):
+        buffers.wide_planes[index][target].copy_(value.view(torch.int64))
     else:
-        torch.add(states, residual, out=target)
+        buffers.planes[index][target].copy_(value)
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    """Whether it can be taken for one of 64-bit items."""
+    item = tensor.element_size()
+    return tensor.is_contiguous() and not (tensor.shape[-1] * item % 8 or tensor.storage_offset() * item % 8)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,8 +1,7 @@
 """The tap's writer threads (docs/formats.md of fleetdump): what the forward hands over goes to disk, beside it.
 
 Standard library alone. The forward's thread only calls ``TapWriter.take``, which takes no lock. What the others have to
-do in Python they do in few and short steps, and as far as possible while the forward's thread waits for the device:
-they share the interpreter's lock with it.
+do in Python they do in few and short steps: they share the interpreter's lock with it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from fleetdump_taprecords import Config, Gauge, Load, Norm, Piece, PlainLoad, PlainShipment, Shipment, Skip, run_of
@@ -29,11 +28,6 @@ GROUP_BYTES = 128 << 20
 """What one thread writes before it fsyncs, if so much waits."""
 SHARE_BYTES = 32 << 20
 """What must wait before a further thread is woken for it."""
-PASSING_SECONDS = 0.02
-"""How long the courier waits for the next forward to be on its way, before it takes up what the last one has left: the
-time between two forwards is the scheduler's, and the interpreter is wanted there."""
-TAIL_SECONDS = 0.002
-"""What a forward still has to launch behind its layers."""
 REPORT_SECONDS = 1.0
 SLOW_DOWN_FILL = 0.5
 """How full the ring may get before the driver is to send less."""
@@ -142,34 +136,17 @@ class TapWriter:
 
     # ------------------------------------------------------------------ courier
     def _unload(self) -> None:
-        ahead = 0  # bells that were heard for what is still to come
         while True:
-            if ahead:
-                ahead -= 1
-            else:
-                self._bell.get()
+            self._bell.get()
             if not self._coming:  # it rang to stop
                 return
-            shipment = self._coming[0]
             try:
-                shipment.wait()
-                if not ahead and not shipment.is_urgent:
-                    ahead = self._let_pass()
-                shipment.unload(self._deliver, self.skip)
+                self._coming[0].unload(self._deliver, self.skip)
             except Exception:
                 logger.exception("fleetdump-tap: the courier goes on after")
             with self._settled:
                 self._coming.popleft()
                 self._settled.notify_all()
-
-    def _let_pass(self) -> int:
-        """Wait until the next forward has run, as far as its thread goes, or none is in sight; how many have."""
-        try:
-            self._bell.get(timeout=PASSING_SECONDS)
-        except Empty:
-            return 0
-        time.sleep(TAIL_SECONDS)
-        return 1
 
     def _deliver(self, load: Load) -> None:
         with self._work:

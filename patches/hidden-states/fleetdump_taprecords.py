@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 FSYNC = ("group", "close", "never")
+LEAST_HEADER = 4096
+"""Bytes; one tensor of the longest name fits, with the metadata."""
 TURN = 256
 """Samples that a thread of ours takes a step of about 1 us with in one go."""
 HEAVY_TURN = 32
@@ -47,8 +49,9 @@ class Config:
         config.status_dir = config.status_dir or str(Path(path).parent)
         if config.v != 1:
             raise ValueError(f"{path}: version {config.v}")
-        if config.fsync not in FSYNC or config.threads < 1:
-            raise ValueError(f"{path}: fsync {config.fsync!r}, {config.threads} threads")
+        if config.fsync not in FSYNC or config.threads < 1 or config.header_bytes < LEAST_HEADER:
+            what = f"fsync {config.fsync!r}, {config.threads} threads, header_bytes {config.header_bytes}"
+            raise ValueError(f"{path}: {what}")
         return config
 
 
@@ -115,15 +118,8 @@ class Load(Protocol):
 class Shipment(Protocol):
     """What a forward has handed over."""
 
-    @property
-    def is_urgent(self) -> bool:
-        """Whether the next forward may need the room that it takes."""
-
-    def wait(self) -> None:
-        """Return when the forward has computed it."""
-
     def unload(self, deliver: Callable[[Load], None], skip: Callable[[Sequence[Skip]], None]) -> None:
-        """Bring it into memory, load by load; takes as long as it takes."""
+        """Bring it into memory, load by load, once the forward has computed it; takes as long as it takes."""
 
 
 @dataclass
@@ -156,10 +152,6 @@ class PlainShipment:
     """Loads that are in memory."""
 
     loads: Sequence[Load]
-    is_urgent: bool = True
-
-    def wait(self) -> None:
-        pass
 
     def unload(self, deliver: Callable[[Load], None], skip: Callable[[Sequence[Skip]], None]) -> None:  # noqa: ARG002
         for load in self.loads:
@@ -169,7 +161,7 @@ class PlainShipment:
 @dataclass
 class Gauge:
     """How full the memory between forward and disk is, in bytes: ``peak`` is the most since the last look. ``waited``:
-    seconds that forwards have waited for it."""
+    seconds that rows have waited for room in it."""
 
     capacity: int = 0
     used: int = 0

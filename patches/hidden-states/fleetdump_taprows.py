@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from fleetdump_taprecords import Skip, in_turns, run_of
 
-RID = re.compile(r"fleetdump/[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[^/]+/[1-9][0-9]{0,8}\Z")
+RID = re.compile(r"fleetdump/[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[A-Za-z0-9._~%-]{1,2400}/[1-9][0-9]{0,8}\Z")
+"""Run, sample (percent-encoded; ids have at most 200 characters) and attempt. It names a tensor, so it has to fit into
+the smallest header."""
 OUR_RID = "fleetdump/"
 SELFCHECK_RID = "fleetdump/selfcheck-"
 REMEMBERED_REQUESTS = 1 << 16

@@ -171,14 +171,14 @@ class Timed:
         call = self._before_layer
         start = time.perf_counter_ns()
         if call is not None:
-            call(model, layer_id, hidden_states, forward_batch, residual)
+            call(model, layer_id, hidden_states, forward_batch, residual=residual)
         self._spent.append(time.perf_counter_ns() - start)
 
     def after_layers(self, model: Any, hidden_states: Any, forward_batch: Any, residual: Any = None) -> None:
         call = self._after_layers
         start = time.perf_counter_ns()
         if call is not None:
-            call(model, hidden_states, forward_batch, residual)
+            call(model, hidden_states, forward_batch, residual=residual)
         spent = time.perf_counter_ns() - start
         self._records.append([len(getattr(forward_batch, "rids", None) or ()), *self._spent, spent])
         self._spent = []
