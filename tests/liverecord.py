@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "diagnose_live.json"
 EXAMPLES = 5
+FALSE_ALARM_RUNS = 50
+"""How many diagnoses of servers that work must have called none of them hung."""
+NEVER_HUNG = "a working server is not called hung"
 
 
 @dataclass
@@ -33,6 +36,15 @@ class Tally:
 
     def __str__(self) -> str:
         return f"{self.right} of {self.runs}"
+
+
+def together(tallies: Mapping[str, Tally]) -> Tally:
+    """The sum of several."""
+    whole = Tally()
+    for tally in tallies.values():
+        whole.right, whole.runs = whole.right + tally.right, whole.runs + tally.runs
+        whole.wrong += tally.wrong
+    return whole
 
 
 def record(section: str, tallies: dict[str, Tally]) -> None:

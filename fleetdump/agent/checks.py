@@ -14,6 +14,7 @@ from fleetdump.agent.arguments import added_arguments, option_value
 from fleetdump.agent.configfile import config_arguments
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.flagrules import patch_arguments
+from fleetdump.agent.forwardsize import judge, largest_forward, row_bytes
 from fleetdump.agent.launchplan import environment_of, inherited_environment, refuse_arguments
 from fleetdump.agent.model import read_model
 from fleetdump.agent.neighbours import EngineUser, describe_port_owner, engine_users, file_system_of, is_network
@@ -125,6 +126,33 @@ def check_arguments(server: ServerSpec, spec: PatchSpec) -> Checked:
         return Checked([*findings, blocked("arguments", failure)])
     text = f"server {server.name} gets {' '.join(added) or 'no flags'} from patch {spec.name}"
     return Checked([*findings, Finding("arguments", "ok", text)])
+
+
+def check_forward(server: ServerSpec, args: ProbeArgs) -> Checked:
+    """Whether the tap's buffers take the server's largest forward; nothing where the model does not tell."""
+    try:
+        model = read_model(server.model_path, needs_weights=False)
+        argv = [*config_arguments(server, environment_of(server)), *server.args]
+        forward = largest_forward(argv, server.dp, _gpu_mib(server))
+    except AgentFailure:
+        return Checked([])  # check_model and check_arguments say it
+    except ValueError as error:
+        return Checked(
+            [Finding("forward", "blocker", f"a size in the server's args is no number: {error}", "correct it")]
+        )
+    row = row_bytes(server, model, len(args.layers) + 1)
+    return Checked(judge(forward, row, args.device_bytes, args.ring_bytes) if row else [])
+
+
+def _gpu_mib(server: ServerSpec) -> Optional[int]:
+    """Memory of the smallest GPU; None on the CPU, 0 when nobody knows."""
+    if _on_cpu(server):
+        return None
+    try:
+        output = run_command(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"], 10.0)
+        return min([int(line) for line in output.stdout.splitlines()], default=0)
+    except (ProbeFailed, ValueError):
+        return 0
 
 
 def check_shared(interpreter: Interpreter, servers: Sequence[ServerSpec], state: State, delivery: str) -> Checked:
@@ -244,8 +272,9 @@ def check_disk(path: str, need_bytes: int) -> Checked:
 
 
 def check_capture_memory(args: ProbeArgs) -> Checked:
-    """What the taps of all servers take: one writes for each replica of a server, or group of its attention."""
-    writers = sum(server.dp for server in args.servers)
+    """What the taps of all servers take: for each replica of a server, or group of its attention, one in each pipeline
+    stage writes."""
+    writers = sum(server.dp * server.pp for server in args.servers)
     if not writers:
         return Checked([])
     ring, device = args.ring_bytes / GIB, args.device_bytes / GIB

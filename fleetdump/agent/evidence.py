@@ -13,21 +13,20 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from fleetdump.agent import healthy, procfs
 from fleetdump.agent.arguments import option_value
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.evidence_files import harmless
-from fleetdump.agent.evidence_report import write_bundle
-from fleetdump.agent.evidence_types import (
-    DiskFacts,
-    Evidence,
+from fleetdump.agent.evidence_engine import (
     FlightRecord,
-    HostFacts,
     HttpProbe,
     PortFacts,
-    ProbeRecord,
-    ProcessFacts,
     RasFacts,
-    Stack,
+)
+from fleetdump.agent.evidence_files import harmless
+from fleetdump.agent.evidence_host import DiskFacts, HostFacts
+from fleetdump.agent.evidence_process import ProcessFacts, Stack, Trace
+from fleetdump.agent.evidence_report import write_bundle
+from fleetdump.agent.evidence_types import (
+    Evidence,
+    ProbeRecord,
     Target,
-    Trace,
     WatchFacts,
 )
 from fleetdump.agent.probes import cgroup, flight, gpu, host, net, process, ras, reach, stacks, strace
@@ -43,6 +42,8 @@ from fleetdump.agent.tools import brought
 HEALTHY_LIMIT = 9.0
 PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy")
 AT_A_TIME = 4
+STACKS_OF = ("launcher", "scheduler", "engine")
+"""Roles whose stacks and system calls stage 2 takes; beside them the process that was named by its pid."""
 GPU_SECONDS = 4.0
 """Between two looks at the GPUs' memory, at most: nvidia-smi itself takes up to a second with eight of them."""
 ENVIRONMENT_PREFIXES = (
@@ -242,9 +243,8 @@ class Collector:
             found.cgroup = cgroup.since(before, cgroup.cgroup(pid)) if procfs.is_alive(pid) else before
             found.pressure = cgroup.pressures(pid)
         found.cpus = cgroup.cpus()
-        found.memory.oom_lines = host.oom_lines(
-            found.kernel_log, self._target.start_time, found.memory, found.cgroup.path
-        )
+        start = self._target.start_time or min((p.start_time for p in found.processes), default=0)
+        found.memory.oom_lines = host.oom_lines(found.kernel_log, start, found.memory, found.cgroup.path)
         found.gpus = taken["gpus"]
         found.host = taken["host"] or HostFacts()
         found.host.gpu_links = taken["links"]
@@ -262,8 +262,9 @@ class Collector:
         """Looks that stop threads for moments: stacks of launcher and ranks, system calls of launcher and ranks."""
         found.deep = True
         # A stopped process has nothing to show, and some tracers would wake it.
-        chosen = [p for p in found.processes if p.role in ("launcher", "scheduler") and p.state not in "ZXTt"]
-        names = {p.pid: p.label or p.role for p in found.processes}
+        named = [p for p in found.processes if p.role in STACKS_OF or p.pid == self._target.pid]
+        chosen = [p for p in named if p.state not in "ZXTt"]
+        names = {p.pid: p.label or (p.name if p.role == "other" else p.role) for p in found.processes}
         probes = self._probes
         # One tracer a process at a time: all stacks first (fast), then all traces at once.
         py_spy = probes.run(

@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Any, Dict, Iterable, List
 
-from fleetdump.agent.evidence_types import Evidence, ProcessFacts
+from fleetdump.agent.evidence_process import ProcessFacts
+from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import from_json, to_json
 from fleetdump.agent.scrub import printable
 

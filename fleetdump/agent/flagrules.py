@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any, Iterator, List, Mapping, Optional, Sequence
 
-from fleetdump.agent.arguments import option_groups, option_name
+from fleetdump.agent.arguments import option_groups, option_name, options_meant
 from fleetdump.agent.edit import release_within
 from fleetdump.agent.protocol import AgentFailure, Expectation, PatchSpec, RefusedArg, ReleaseArg
 
@@ -56,8 +56,7 @@ def refused(spec: PatchSpec, args: Sequence[str]) -> Iterator[str]:
     """Why the patch would be wrong with ``args``, one text for each option; an abbreviation counts, as argparse takes
     it for the option that it begins."""
     for group in option_groups(args):
-        name = option_name(group).replace("_", "-")
-        rule = _rule_for(spec.refused_args, name)
+        rule = _rule_for(spec.refused_args, option_name(group))
         if rule is None:
             continue
         value = group[0].partition("=")[2] or (group[1] if len(group) > 1 else "")
@@ -66,11 +65,11 @@ def refused(spec: PatchSpec, args: Sequence[str]) -> Iterator[str]:
 
 
 def _rule_for(rules: Sequence[RefusedArg], name: str) -> Optional[RefusedArg]:
-    exact = [rule for rule in rules if name in rule.flags]
-    if exact:
-        return exact[0]
-    meant = [rule for rule in rules if any(flag.startswith(name) for flag in rule.flags)]
-    return meant[0] if len(name) > len("--") and len(meant) == 1 else None
+    """The rule for an option. One that begins options of several rules is none: no release has but one that begins so,
+    and SGLang itself refuses it."""
+    meant = options_meant(name, [flag for rule in rules for flag in rule.flags])
+    found = [rule for rule in rules if set(meant) & set(rule.flags)]
+    return found[0] if len(found) == 1 else None
 
 
 # --------------------------------------------------------------------------- after the start

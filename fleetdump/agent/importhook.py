@@ -12,8 +12,8 @@ from fleetdump.agent import patchrecord
 from fleetdump.agent.changes import Change
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.jsonl import write_json
-from fleetdump.agent.patching import IMPORT_HOOK, plan_on_clean
-from fleetdump.agent.protocol import AgentFailure, PatchArgs, PatchSpec, ServerSpec
+from fleetdump.agent.patching import IMPORT_HOOK, plan_on_clean, refuse_for_hook
+from fleetdump.agent.protocol import PatchArgs, PatchSpec, ServerSpec
 
 EDITED = "edited-source"
 """No Python name: nothing in that folder can be imported by accident."""
@@ -22,13 +22,7 @@ EDITED = "edited-source"
 def plan(server: ServerSpec, patch: PatchSpec, force: bool, ctx: AgentContext) -> List[Change]:
     """The edits that the server's process will make. Raises ``AgentFailure``: usage for a patch that changes files by
     a diff or script, conflict for an engine whose files hold a patch of ours or that the patch does not fit."""
-    if patch.changes:
-        raise AgentFailure(
-            "usage",
-            f"patch {patch.name} cannot be delivered by the import hook",
-            why=f"{patch.changes[0].name} may change any file; the hook rewrites modules by declarative edits alone",
-            next_step="deploy it with --delivery in-place",
-        )
+    refuse_for_hook(patch)
     interpreter = server.interpreter
     models = [server.model_path]
     args = PatchArgs(interpreter.python, patch, True, interpreter.env, force, IMPORT_HOOK, models)

@@ -50,9 +50,10 @@ def plan(args: LaunchArgs) -> LaunchPlan:
         os.path.expanduser(spec.model_path),
     ]
     argv += ["--host", spec.host, "--port", str(spec.port), "--tp-size", str(spec.tp)]
-    if spec.dp > 1:
+    overrides = bool(config_path(spec))  # an option of the command line wins over the same one in a file of --config
+    if spec.dp > 1 or overrides:
         argv += ["--dp-size", str(spec.dp)]
-    if spec.pp > 1:
+    if spec.pp > 1 or overrides:
         argv += ["--pp-size", str(spec.pp)]
     wanted, expected = _wishes(args)
     argv += merge_arguments(spec.args, wanted)

@@ -42,11 +42,11 @@ def prepare(site: Path, facts: EngineFacts, spec: PatchSpec, changes: Sequence[C
         version=spec.version,
         sha256=spec.sha256,
         release=facts.release,
-        verified=all(c.verified for c in changes),
         modules=modules,
         files=[AddedFile(path, patchrecord.sha256(data)) for path, data in sorted(made.items())],
         applied_at=time.time(),
         folders=_missing_folders(site, made),
+        untested=[c.module for c in changes if not c.verified],
     )
     patchrecord.save(site, record)
     return record

@@ -5,16 +5,17 @@ from __future__ import annotations
 import base64
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from fleetdump.agent import applicable, engine, packagechange, patchfiles, patchrecord
-from fleetdump.agent.changes import Change, show_diff
+from fleetdump.agent.changes import Change
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.engine import EngineFacts
 from fleetdump.agent.package import Package
-from fleetdump.agent.patchrecord import FOLDER, PatchedModule, PatchRecord
+from fleetdump.agent.patchrecord import FOLDER, PatchRecord
+from fleetdump.agent.patchsurvey import MARKER, Survey, edits_by_module, is_in, modules_of, survey_of, survey_unrecorded
 from fleetdump.agent.protocol import (
     DELIVERIES,
     AgentFailure,
@@ -28,34 +29,8 @@ from fleetdump.agent.protocol import (
     to_json,
 )
 
-MARKER = "fleetdump:"
 IN_PLACE, IMPORT_HOOK = DELIVERIES
 _RUN_EDIT = "import sys; sys.path.insert(0, sys.argv[1]); from fleetdump.agent.edit import main; main()"
-
-
-@dataclass
-class _Foreign:
-    """A file that somebody else changed, why we think so, and a diff where we know what it was. ``recorded``: it was
-    changed after our patch. ``lost``: our patch is in it and its record gone, which no force can undo."""
-
-    path: str
-    why: str
-    diff: str = ""
-    recorded: bool = False
-    lost: bool = False
-
-
-@dataclass
-class _Survey:
-    """What was found in one installation. ``stale``: the package was reinstalled, so the record no longer describes
-    it."""
-
-    state: PatchState
-    record: Optional[PatchRecord] = None
-    foreign: List[_Foreign] = field(default_factory=list)
-    stale: bool = False
-    modules: Dict[str, str] = field(default_factory=dict)
-    """The file of each module asked for that the engine has."""
 
 
 # --------------------------------------------------------------------------- verbs
@@ -64,19 +39,18 @@ def patch(args: PatchArgs, ctx: AgentContext) -> PatchResult:
     that this very patch is already in stay patched. Raises ``AgentFailure``: conflict for files that somebody else
     changed and for a release or model that the patch is not for, not_found for a missing engine or module, permission
     for a read-only package."""
+    if args.delivery == IMPORT_HOOK:
+        refuse_for_hook(args.patch)
     facts = _facts(args.python, args.patch, args.env, _limit(ctx))
-    site = Path(facts.site)
+    guessed = bool(args.patch.architectures) and not applicable.architectures_of(args.models)
     if args.dry_run:
-        spec, before = _needed(facts, args.patch, args.models)
-        changes = [] if _is_in(before, spec) else _plan(facts, spec, before, ctx, args.force)
-        if changes and args.delivery == IN_PLACE:
-            _require_writable(facts, changes)
-        return _result(spec, facts, before.state, before.state, changes, before.record)
+        return replace(_dry_run(args, facts, ctx), guessed=guessed)
+    site = Path(facts.site)
     _require_writable(facts)
     with patchrecord.locked(site):
         spec, before = _needed(facts, args.patch, args.models)
-        if _is_in(before, spec):
-            return _result(spec, facts, before.state, before.state, [], before.record)
+        if is_in(before, spec):
+            return replace(_result(spec, facts, before.state, before.state, [], before.record), guessed=guessed)
         changes = _plan(facts, spec, before, ctx, args.force)
         _require_writable(facts, changes)
         kept = _set_aside(before, ctx)
@@ -84,8 +58,30 @@ def patch(args: PatchArgs, ctx: AgentContext) -> PatchResult:
             patchfiles.take_out(site, before.record, before.stale)
         record = patchfiles.prepare(site, facts, spec, changes)
         patchfiles.put_in(site, record, changes, spec)
-        result = _result(spec, facts, before.state, _survey(facts, spec).state, changes, record)
-        return replace(result, kept=kept)
+        result = _result(spec, facts, before.state, survey_of(facts, spec).state, changes, record)
+        return replace(result, kept=kept, guessed=guessed)
+
+
+def _dry_run(args: PatchArgs, facts: EngineFacts, ctx: AgentContext) -> PatchResult:
+    """What ``patch`` would do, or what a process launched with the import hook would import."""
+    spec, before = _needed(facts, args.patch, args.models)
+    by_hook = args.delivery == IMPORT_HOOK
+    changes = [] if is_in(before, spec) and not by_hook else _plan(facts, spec, before, ctx, args.force)
+    if changes and not by_hook:
+        _require_writable(facts, changes)
+    result = _result(spec, facts, before.state, before.state, changes, before.record, args.delivery)
+    return replace(result, delivery=args.delivery)
+
+
+def refuse_for_hook(spec: PatchSpec) -> None:
+    """Raise ``AgentFailure`` usage for a patch that changes files by a diff or script."""
+    if spec.changes:
+        raise AgentFailure(
+            "usage",
+            f"patch {spec.name} cannot be delivered by the import hook",
+            why=f"{spec.changes[0].name} may change any file; the hook rewrites modules by declarative edits alone",
+            next_step="deliver it in place (--delivery in-place)",
+        )
 
 
 def plan_on_clean(args: PatchArgs, ctx: AgentContext) -> List[Change]:
@@ -111,7 +107,7 @@ def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
         return RevertResult(False, clean, clean)
     _require_writable(facts)
     with patchrecord.locked(site):
-        before = _survey(facts)
+        before = survey_of(facts)
         if before.record is None:
             return RevertResult(False, clean, clean)
         _refuse_foreign(before, args.force)
@@ -137,10 +133,10 @@ def read_state(
             raise
         return PatchState("absent", detail=failure.error.what)
     if spec is None:
-        return _survey(facts).state
+        return survey_of(facts).state
     spec, survey = _needed(facts, spec, models)
     state = survey.state
-    return replace(state, state="other") if state.state == "ours" and not _is_in(survey, spec) else state
+    return replace(state, state="other") if state.state == "ours" and not is_in(survey, spec) else state
 
 
 # --------------------------------------------------------------------------- what is there
@@ -148,7 +144,7 @@ def _facts(
     python: str, spec: Optional[PatchSpec] = None, env: Optional[Mapping[str, str]] = None, timeout: float = 30.0
 ) -> EngineFacts:
     """The engine, with the modules of ``spec`` and those that a record of ours names. ``env`` adds to our own."""
-    wanted = _modules(spec) if spec else []
+    wanted = modules_of(spec) if spec else []
     env = {**os.environ, **(env or {})}
     facts = engine.query(python, wanted, env=env, timeout=timeout)
     record = patchrecord.load(Path(facts.site))
@@ -156,11 +152,11 @@ def _facts(
     return engine.query(python, wanted + others, env=env, timeout=timeout) if others else facts
 
 
-def _needed(facts: EngineFacts, spec: PatchSpec, models: Sequence[str]) -> Tuple[PatchSpec, _Survey]:
+def _needed(facts: EngineFacts, spec: PatchSpec, models: Sequence[str]) -> Tuple[PatchSpec, Survey]:
     """``spec`` with the edits alone that ``models`` need on this release, or that are in the engine already (servers
     of another model use them); and the survey of that."""
     edits = applicable.choose_edits(spec, facts.release, applicable.architectures_of(models))
-    survey = _survey(facts, replace(spec, edits=edits))
+    survey = survey_of(facts, replace(spec, edits=edits))
     record = survey.record
     if record is None or survey.stale or record.sha256 != spec.sha256:
         return replace(spec, edits=edits), survey
@@ -169,102 +165,7 @@ def _needed(facts: EngineFacts, spec: PatchSpec, models: Sequence[str]) -> Tuple
     return replace(spec, edits=edits), survey
 
 
-def _survey(facts: EngineFacts, spec: Optional[PatchSpec] = None) -> _Survey:
-    record = patchrecord.load(Path(facts.site))
-    wanted = _modules(spec) if spec else []
-    if record is None:
-        survey = _Survey(PatchState("clean", files=sorted(facts.modules.values())))
-    else:
-        survey = _survey_record(facts, record, spec)
-    survey.modules = facts.modules
-    notes = [survey.state.detail] if survey.state.detail else []
-    recorded = record.modules if record and not survey.stale else []
-    known = {m.module for m in recorded} | {os.path.normpath(Path(facts.site) / m.original.path) for m in recorded}
-    for module in wanted:
-        if module not in known and facts.modules.get(module) not in known:
-            _survey_unrecorded(facts, module, survey, notes)
-    survey.state.detail = "; ".join(notes)
-    if survey.foreign:
-        survey.state.state = "unknown"
-        survey.state.detail = "; ".join([*notes, *(f"{found.path}: {found.why}" for found in survey.foreign)])
-    if wanted and not survey.foreign and not any(module in facts.modules for module in wanted):
-        survey.state = PatchState("absent", detail=f"{facts.name} has none of: {', '.join(wanted)}")
-    return survey
-
-
-def _survey_record(facts: EngineFacts, record: PatchRecord, spec: Optional[PatchSpec]) -> _Survey:
-    """Compare each recorded file with what we wrote, with the original, and with the wheel that is there now."""
-    site = Path(facts.site)
-    survey = _Survey(
-        PatchState(
-            "ours", record.patch, record.version, record.sha256, [str(site / m.original.path) for m in record.modules]
-        ),
-        record,
-    )
-    modules = [_compare(facts, record, module, survey) for module in record.modules]
-    files = []
-    for added in record.files:
-        data = patchrecord.read_bytes(site / added.path)
-        files.append("patched" if data is not None else "original")
-        if data is not None and patchrecord.sha256(data) != added.sha256:
-            path = str(site / added.path)
-            survey.foreign.append(_Foreign(path, "it was changed after our patch", recorded=True))
-    state = survey.state
-    if "reinstalled" in modules and "patched" not in modules:
-        survey.stale = True
-        state.state = "clean"
-        state.detail = f"{facts.name} was installed over our patch {record.patch} {record.version} of {record.release}"
-    elif set(modules + files) != {"patched"}:
-        state.state = "other"
-        state.detail = f"an interrupted change of patch {record.patch} {record.version}; patch or revert repairs it"
-    elif spec is not None and record.sha256 != spec.sha256:
-        state.state = "other"
-    return survey
-
-
-def _compare(facts: EngineFacts, record: PatchRecord, module: PatchedModule, survey: _Survey) -> str:
-    """What a recorded module is now: patched, original, reinstalled or foreign (then noted in ``survey``)."""
-    site = Path(facts.site)
-    path = site / module.original.path
-    data = patchrecord.read_bytes(path)
-    digest = patchrecord.sha256(data) if data is not None else ""
-    if digest == module.patched_sha256:
-        return "patched"
-    if digest == module.original.sha256:
-        return "original"
-    if digest == facts.recorded.get(module.module) or facts.release != record.release:
-        return "reinstalled"
-    wrote = patchrecord.read_bytes(site / FOLDER / module.patched_copy) if module.patched_copy else None
-    why = "it was changed after our patch" if data is not None else "it is missing"
-    survey.foreign.append(_Foreign(str(path), why, show_diff(str(path), wrote, data), recorded=True))
-    return "foreign"
-
-
-def _survey_unrecorded(facts: EngineFacts, module: str, survey: _Survey, notes: List[str]) -> None:
-    """A module that our record does not know must be as the wheel brought it."""
-    path = facts.modules.get(module)
-    if path is None:
-        notes.append(f"{facts.name} has no module {module}")
-        return
-    data = Path(path).read_bytes()
-    expected = facts.recorded.get(module)
-    if MARKER.encode() in data:
-        survey.foreign.append(_Foreign(path, "it holds lines of a fleetdump patch whose record is gone", lost=True))
-    elif expected is None:
-        notes.append(f"{module}: no wheel RECORD to compare with (editable install?), taken as it is")
-    elif patchrecord.sha256(data) != expected:
-        survey.foreign.append(_Foreign(path, "its SHA-256 differs from the one in the wheel's RECORD"))
-
-
-def _is_in(survey: _Survey, spec: PatchSpec) -> bool:
-    """Whether the patch is in every module that it needs and the engine has."""
-    if survey.state.state != "ours" or survey.state.sha256 != spec.sha256 or survey.record is None:
-        return False
-    held = {module.module for module in survey.record.modules}
-    return all(module in held for module in _modules(spec) if module in survey.modules)
-
-
-def _refuse_foreign(survey: _Survey, force: bool = False) -> None:
+def _refuse_foreign(survey: Survey, force: bool = False) -> None:
     refused = [found for found in survey.foreign if found.lost or not force]
     if not refused:
         return
@@ -282,7 +183,7 @@ def _refuse_foreign(survey: _Survey, force: bool = False) -> None:
     )
 
 
-def _set_aside(survey: _Survey, ctx: AgentContext) -> List[str]:
+def _set_aside(survey: Survey, ctx: AgentContext) -> List[str]:
     """Copies, in the state directory, of files that were edited after our patch and will be overwritten."""
     copies = []
     for number, found in enumerate(survey.foreign):
@@ -296,7 +197,7 @@ def _set_aside(survey: _Survey, ctx: AgentContext) -> List[str]:
 
 
 # --------------------------------------------------------------------------- planning
-def _plan(facts: EngineFacts, spec: PatchSpec, survey: _Survey, ctx: AgentContext, force: bool = False) -> List[Change]:
+def _plan(facts: EngineFacts, spec: PatchSpec, survey: Survey, ctx: AgentContext, force: bool = False) -> List[Change]:
     """Make every change of the patch in memory; raises ``AgentFailure`` before anything on disk has changed."""
     _refuse_foreign(survey, force)
     _refuse_taken_names(facts, spec, survey)
@@ -311,7 +212,7 @@ def _plan(facts: EngineFacts, spec: PatchSpec, survey: _Survey, ctx: AgentContex
     package = Package.of(facts, survey.record, survey.stale)
     changes = _change_files(facts, spec, package, survey, ctx)
     _refuse_foreign(survey, force)
-    for module, edits in _edits_by_module(spec).items():
+    for module, edits in edits_by_module(spec).items():
         path = package.path_of(module, facts.modules)
         if path is None:
             continue
@@ -327,7 +228,7 @@ def _plan(facts: EngineFacts, spec: PatchSpec, survey: _Survey, ctx: AgentContex
 
 
 def _change_files(
-    facts: EngineFacts, spec: PatchSpec, package: Package, survey: _Survey, ctx: AgentContext
+    facts: EngineFacts, spec: PatchSpec, package: Package, survey: Survey, ctx: AgentContext
 ) -> Dict[str, Change]:
     """What the patch's diff or script does, by path; files that somebody else edited are noted in ``survey``."""
     chosen = packagechange.choose(spec, facts.release)
@@ -339,7 +240,7 @@ def _change_files(
     looked_at = engine.query(facts.python, unrecorded, env=facts.env, timeout=_limit(ctx))
     notes: List[str] = []
     for path in unrecorded:
-        _survey_unrecorded(looked_at, path, survey, notes)
+        survey_unrecorded(looked_at, path, survey, notes)
     if notes:
         survey.state.detail = "; ".join(filter(None, [survey.state.detail, *notes]))
     verified = facts.release in chosen.verified
@@ -371,7 +272,7 @@ def _edit(
     return Change(module, Path(path), original, base64.b64decode(answer["source"]), answer["verified"])
 
 
-def _refuse_taken_names(facts: EngineFacts, spec: PatchSpec, survey: _Survey) -> None:
+def _refuse_taken_names(facts: EngineFacts, spec: PatchSpec, survey: Survey) -> None:
     ours = {f.path for f in survey.record.files} if survey.record else set()
     for name, text in spec.files.items():
         if name != os.path.basename(name) or not name.endswith(".py"):
@@ -387,17 +288,6 @@ def _refuse_taken_names(facts: EngineFacts, spec: PatchSpec, survey: _Survey) ->
 
 
 # --------------------------------------------------------------------------- small things
-def _edits_by_module(spec: PatchSpec) -> Dict[str, List[Edit]]:
-    grouped: Dict[str, List[Edit]] = {}
-    for edit in spec.edits:
-        grouped.setdefault(edit.module, []).append(edit)
-    return grouped
-
-
-def _modules(spec: PatchSpec) -> List[str]:
-    return list(_edits_by_module(spec))
-
-
 def _limit(ctx: AgentContext) -> float:
     """Seconds that one question to the server's interpreter may take."""
     return max(1.0, min(30.0, ctx.remaining()))
@@ -425,9 +315,14 @@ def _result(
     after: PatchState,
     changes: Sequence[Change],
     record: Optional[PatchRecord],
+    delivery: str = IN_PLACE,
 ) -> PatchResult:
     diffs = [c.diff() for c in changes]
-    if changes:
+    if changes and delivery == IN_PLACE:
         diffs += [f"new file {Path(facts.site) / name} ({len(text)} characters)" for name, text in spec.files.items()]
-    verified = all(c.verified for c in changes) if changes else bool(record and record.verified)
-    return PatchResult(before, after, before is not after, facts.name, verified, "\n".join(diffs))
+    elif changes:
+        diffs += [
+            f"new module {name} ({len(text)} characters), in the hook's folder" for name, text in spec.files.items()
+        ]
+    untested = [c.module for c in changes if not c.verified] if changes else record.untested if record else []
+    return PatchResult(before, after, before is not after, facts.name, untested, "\n".join(diffs))

@@ -68,12 +68,13 @@ class PatchRecord:
     version: str
     sha256: str
     release: str
-    verified: bool
     modules: List[PatchedModule]
     files: List[AddedFile]
     applied_at: float
     folders: List[str] = field(default_factory=list)
     """Folders that the patch made for its files, each before those inside it."""
+    untested: List[str] = field(default_factory=list)
+    """Of ``modules``, those that no test has run on this release."""
     v: int = 1
 
 

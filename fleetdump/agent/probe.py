@@ -48,6 +48,8 @@ def questions_for(args: ProbeArgs, ctx: AgentContext) -> List[Question]:
         if args.patch is not None:
             questions.append(Question("arguments", 20.0, partial(checks.check_arguments, server, args.patch)))
         layers = args.layers if number == 0 else []
+        if args.layers and args.device_bytes:
+            questions.append(Question("forward", 20.0, partial(checks.check_forward, server, args)))
         questions.append(Question("model", 20.0, partial(checks.check_model, server, layers)))
         questions.append(Question("port", 10.0, partial(checks.check_port, server, ctx.state)))
         questions.append(Question("proxy", 5.0, partial(checks.check_proxy, server)))

@@ -470,16 +470,33 @@ class PatchArgs:
 
 @dataclass
 class PatchResult:
-    """``verified`` is False for a release that no test has run: the self-check then decides."""
+    """``untested`` are the modules or files that no test has run on this release: the self-check then decides."""
 
     before: PatchState
     after: PatchState
     changed: bool
     engine: str
-    verified: bool
+    untested: List[str]
     diff: str = ""
     kept: List[str] = field(default_factory=list)
     """Copies of files that ``force`` overwrote."""
+    guessed: bool = False
+    """No config.json said what the models run, so the patch is for all modules of the release."""
+    delivery: str = "in-place"
+
+    @property
+    def verified(self) -> bool:
+        return not self.untested
+
+    @property
+    def doubts(self) -> str:
+        """What no test has run, in words; empty when all of it was."""
+        if self.verified:
+            return ""
+        text = f"no test has run it on {self.engine} in {', '.join(self.untested)}"
+        return (
+            f"{text} (no config.json says which model is served, so the files of all count)" if self.guessed else text
+        )
 
 
 @dataclass

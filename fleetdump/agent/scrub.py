@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from typing import List, Sequence
 
+from fleetdump.agent.arguments import is_secret_option
+
 HIDDEN = "***"
 
 # Every pattern that begins with a repetition begins at a word's start alone: else a long line costs the square of its
@@ -48,7 +50,7 @@ def scrub_argv(argv: Sequence[str]) -> List[str]:
     hide = False
     for word in argv:
         option, equals, _ = word.partition("=")
-        secret = bool(_SECRET_OPTION.match(option))
+        secret = bool(_SECRET_OPTION.match(option)) or is_secret_option(option)
         if hide:
             clean.append(HIDDEN)
         else:

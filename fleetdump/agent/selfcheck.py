@@ -1,8 +1,8 @@
 """``selfcheck``: send a few prompts to a server that captures, and judge what its tap wrote.
 
 The prompts (``selfcheck_prompts``) make a run of their own, which is removed at the end. The taps' journals say whether
-every row came (``selfcheck_capture``), the worker measures the tensors, and ``selfcheck_rules`` says what all of it
-means. Nothing of the server is changed.
+every row came (``selfcheck_capture``), the worker measures the tensors, ``selfcheck_rules`` says what passes, and
+``selfcheck_causes`` why the rest does not. Nothing of the server is changed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fleetdump.agent.model import vocabulary_size
 from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import AgentFailure, SelfCheckArgs, SelfCheckResult, from_json, to_json
 from fleetdump.agent.selfcheck_capture import CheckCapture
+from fleetdump.agent.selfcheck_causes import causes_of, judge
 from fleetdump.agent.selfcheck_facts import CapturedPrompt, Facts, Measured, MeasureJob, PromptFate, RankCopy
 from fleetdump.agent.selfcheck_prompts import LARGE, SMALL, Plan, Prompt, plan
-from fleetdump.agent.selfcheck_rules import causes_of, judge
 from fleetdump.agent.server import PASSED, ServerRecord, load_record, save_record
 
 SETTLE_SECONDS = 10.0

@@ -3,15 +3,27 @@ hold the same rows as the ones that write the run."""
 
 from __future__ import annotations
 
+import zlib
+from contextlib import suppress
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Tuple
+from typing import BinaryIO, Dict, Iterator, List, Optional, Tuple
 
-from fleetdump.agent.formats import RANKS_FOLDER, FileName, PieceRecord, Rid, SkipRecord
+from fleetdump.agent.formats import (
+    PART_SUFFIX,
+    RANKS_FOLDER,
+    FileName,
+    FormatError,
+    PieceRecord,
+    Rid,
+    SkipRecord,
+)
 from fleetdump.agent.journals import Captured, Journals, PieceFault, join
 from fleetdump.agent.jsonl import read_journal
 from fleetdump.agent.selfcheck_facts import PieceRef, PromptFate, RankCopy, RankFacts
 from fleetdump.agent.selfcheck_prompts import Plan, Prompt
-from fleetdump.agent.tensorfile import ids_sha256
+from fleetdump.agent.tensorfile import ids_sha256, parse_header
+
+READ_BYTES = 1 << 20
 
 _Key = Tuple[str, Tuple[int, ...]]
 """A piece's name and slots: what the ranks must have in common."""
@@ -70,7 +82,10 @@ class CheckCapture:
         except PieceFault as fault:
             fate.fault = "" if fate.other_ids else str(fault)
             return None
-        return [reference(piece) for piece in whole] if whole is not None else None
+        if whole is None:
+            return None
+        fate.unreadable = next(filter(None, (why_unreadable(self.directory, piece) for piece in whole)), "")
+        return [reference(piece) for piece in whole]
 
     def compare_ranks(self) -> Tuple[RankFacts, List[RankCopy]]:
         """Which rows the ranks have in common, and the pairs of copies whose bytes differ, by CRC-32."""
@@ -85,7 +100,12 @@ class CheckCapture:
                 facts.differing += piece.rows if others else 0
                 for writer, other in others:
                     theirs = reference(other, f"{RANKS_FOLDER}/")
-                    copies.append(RankCopy(prompt.name, writer, reference(piece), theirs))
+                    unreadable = why_unreadable(self.directory, piece)
+                    unreadable = unreadable or why_unreadable(self.directory / RANKS_FOLDER, other)
+                    if unreadable:
+                        facts.unreadable = unreadable
+                    else:
+                        copies.append(RankCopy(prompt.name, writer, reference(piece), theirs))
         return facts, copies
 
     def open_shards(self) -> bool:
@@ -124,6 +144,31 @@ class CheckCapture:
                     self._rank_skips[record.rid] = f"{record.reason} ({record.detail})"
             news = news or bool(records)
         return news
+
+
+def open_shard(path: Path) -> BinaryIO:
+    """A shard, closed or still a ``.part``: it is closed, and so renamed, between any two looks."""
+    with suppress(FileNotFoundError):
+        return open(path, "rb")
+    with suppress(FileNotFoundError):
+        return open(path.with_name(path.name + PART_SUFFIX), "rb")
+    return open(path, "rb")
+
+
+def why_unreadable(directory: Path, piece: PieceRecord) -> str:
+    """Why the disk does not hold the bytes that a rank journalled; "" when it does."""
+    digest, left = 0, piece.bytes
+    try:
+        with open_shard(directory / piece.shard) as file:
+            file.seek(parse_header(file, piece.shard).data_start + piece.offset)
+            while left > 0:
+                data = file.read(min(left, READ_BYTES))
+                if not data:
+                    return f"{piece.shard} ends inside {piece.name}"
+                digest, left = zlib.crc32(data, digest), left - len(data)
+    except (OSError, FormatError) as error:
+        return f"{piece.shard} cannot be read: {error}"
+    return "" if digest == piece.crc32 else f"{piece.shard} has other bytes than were journalled of {piece.name}"
 
 
 def reference(piece: PieceRecord, folder: str = "") -> PieceRef:

@@ -1,6 +1,6 @@
 """What the self-check knows before it judges: messages between agent and worker, and what became of each prompt.
 
-Measurements are numbers; what they mean is said in ``selfcheck_rules`` alone.
+Measurements are numbers; what they mean is said in ``selfcheck_rules`` and ``selfcheck_causes`` alone.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class Measured:
 @dataclass
 class PromptFate:
     """What became of one prompt. ``rows`` were captured from position ``first`` on (-1: none); ``skip`` is the tap's
-    reason; ``error`` says that the server did not answer; ``fault`` why the pieces do not join."""
+    reason; ``error`` says that the server did not answer; ``fault`` why the pieces do not join; ``unreadable`` why the
+    disk does not give back what was journalled."""
 
     name: str
     tokens: int
@@ -147,18 +148,20 @@ class PromptFate:
     detail: str = ""
     error: str = ""
     fault: str = ""
+    unreadable: str = ""
     other_ids: bool = False
 
     @property
     def whole(self) -> bool:
-        return self.rows == self.tokens and not (self.skip or self.error or self.fault or self.other_ids)
+        wrong = self.skip or self.error or self.fault or self.unreadable or self.other_ids
+        return self.rows == self.tokens and not wrong
 
 
 @dataclass
 class RankFacts:
     """The copies of the attention ranks. ``expected`` ranks hold each row (1: nothing to compare); ``rows`` are those
     of which all have a copy, ``differing`` of them with other bytes, ``lacking`` those that some rank did not write,
-    and ``skips`` the reasons that ranks gave for that."""
+    ``skips`` the reasons that ranks gave for that, and ``unreadable`` says why some could not be read back."""
 
     expected: int = 1
     writers: List[str] = field(default_factory=list)
@@ -166,6 +169,7 @@ class RankFacts:
     rows: int = 0
     differing: int = 0
     lacking: int = 0
+    unreadable: str = ""
 
 
 @dataclass

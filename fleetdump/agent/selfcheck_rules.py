@@ -1,4 +1,4 @@
-"""Facts in, findings out: which numbers pass the self-check, and what the likely cause is of those that don't. Pure.
+"""Facts in, findings out: which numbers pass the self-check. Pure; why some don't is said in ``selfcheck_causes``.
 
 docs/selfcheck.md says where the limits come from.
 """
@@ -6,16 +6,15 @@ docs/selfcheck.md says where the limits come from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence
 
 from fleetdump.agent.protocol import Finding
 from fleetdump.agent.selfcheck_facts import Facts, Head, PromptFate, SlotErrors
 
 HEAD_SHARE = 0.98
 """Of the prompts, at least so many must get the server's own next token."""
-MOVED_SHARE = 0.5
-"""When so many rows are more like another row than like their own, rows are in other places."""
 EXAMPLES = 3
+UNKNOWN_FIX = "do not extract with this patch and engine: what it writes is wrong"
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,12 @@ EMBEDDING_LIMIT = {"F32": 1e-5, "F16": 2e-3, "BF16": 1e-2}
 """The stream that enters layer 0 is the embedding, rounded once."""
 
 
-def judge(facts: Facts) -> List[Finding]:
-    """One finding a check, in the order of the table that people read. A failed one ends with its likely cause."""
-    findings = [_requests(facts), _rows(facts), _ids(facts), _ranks(facts)]
+def findings(facts: Facts) -> List[Finding]:
+    """One finding a check, in the order of the table that people read."""
+    found = [_requests(facts), _rows(facts), _ids(facts), check_ranks(facts)]
     if facts.measured is not None:
-        findings += [_batches(facts), _values(facts), _layers(facts), _head(facts)]
-    return [_with_cause(finding, facts) for finding in findings]
-
-
-def causes_of(facts: Facts, findings: Sequence[Finding]) -> List[str]:
-    """Codes of the likely causes of what failed, each once."""
-    found = [cause.code for finding in findings for cause in [_cause(finding, facts)] if cause is not None]
-    return list(dict.fromkeys(found))
+        found += [check_batches(facts), _values(facts), _layers(facts), check_head(facts)]
+    return found
 
 
 # --------------------------------------------------------------------------- checks
@@ -67,7 +60,7 @@ def _requests(facts: Facts) -> Finding:
 
 def _rows(facts: Facts) -> Finding:
     sent = [fate for fate in facts.prompts if not fate.error]
-    short = [fate for fate in sent if fate.rows != fate.tokens or fate.skip or fate.fault]
+    short = [fate for fate in sent if fate.rows != fate.tokens or fate.skip or fate.fault or fate.unreadable]
     rows = sum(fate.rows for fate in sent)
     wanted = sum(fate.tokens for fate in sent)
     if not short:
@@ -85,7 +78,7 @@ def _ids(facts: Facts) -> Finding:
     return Finding("ids", "ok", f"{len(captured)} prompts: saved ids are those that were sent")
 
 
-def _ranks(facts: Facts) -> Finding:
+def check_ranks(facts: Facts) -> Finding:
     ranks = facts.ranks
     if ranks.expected <= 1:
         return Finding("ranks", "ok", "one rank holds each row: nothing to compare")
@@ -98,24 +91,26 @@ def _ranks(facts: Facts) -> Finding:
         text = f"{ranks.lacking} rows are not written by all {ranks.expected} ranks"
         return _bad("ranks", text, "; ".join(ranks.skips[:EXAMPLES]) or f"wrote: {', '.join(ranks.writers)}")
     text = f"{ranks.rows} rows of {ranks.expected} ranks, {ranks.differing} with other bytes"
+    if ranks.unreadable:
+        return _bad("ranks", text, ranks.unreadable)
     if not ranks.differing:
         return Finding("ranks", "ok", text)
     if facts.measured is None:
         return _bad("ranks", text, "they could not be compared")
-    worst = _beyond(facts.measured.ranks, RANK_LIMITS[facts.measured.dtype])
+    worst = beyond(facts.measured.ranks, RANK_LIMITS[facts.measured.dtype])
     if worst is not None:
         return _bad("ranks", text, _numbers(worst))
     return Finding("ranks", "ok", f"{text}; {_numbers(_largest(facts.measured.ranks))}")
 
 
-def _batches(facts: Facts) -> Finding:
+def check_batches(facts: Facts) -> Finding:
     measured = facts.measured
     assert measured is not None
     errors = measured.small + measured.large
     if not errors:
         return Finding("batches", "warning", "not checked: no prompt was captured twice")
     limits = LIMITS[measured.dtype]
-    worst = _beyond(errors, limits)
+    worst = beyond(errors, limits)
     allowed = f"allowed {limits.median:g}, {limits.p95:g}"
     if worst is not None:
         return _bad("batches", f"alone and in a batch differ: {_numbers(worst)}", allowed)
@@ -144,7 +139,7 @@ def _values(facts: Facts) -> Finding:
 
 
 def _layers(facts: Facts) -> Finding:
-    faults = _layer_faults(facts)
+    faults = layer_faults(facts)
     if faults:
         return _bad("layers", "; ".join(faults[:EXAMPLES]))
     measured = facts.measured
@@ -155,7 +150,7 @@ def _layers(facts: Facts) -> Finding:
     return Finding("layers", "ok", text)
 
 
-def _layer_faults(facts: Facts) -> List[str]:
+def layer_faults(facts: Facts) -> List[str]:
     """Slots that hold what another should. The stream that enters layer 0 is the embedding; the one that 'enters' the
     layer behind the last is the final state."""
     measured = facts.measured
@@ -178,7 +173,7 @@ def _layer_faults(facts: Facts) -> List[str]:
     return faults
 
 
-def _head(facts: Facts) -> Finding:
+def check_head(facts: Facts) -> Finding:
     measured = facts.measured
     assert measured is not None
     head = measured.head
@@ -189,7 +184,7 @@ def _head(facts: Facts) -> Finding:
     text += f"up to {head.largest_difference:.2g} (allowed {head.tolerance:.2g})"
     if _head_agrees(head.agree, head):
         return Finding("head", "ok", text)
-    elsewhere = [f"{name}: {agree} of {head.prompts}" for name, agree in _read_elsewhere(head).items()]
+    elsewhere = [f"{name}: {agree} of {head.prompts}" for name, agree in read_elsewhere(head).items()]
     return _bad("head", f"{text}, worst in {head.where}", "; ".join(elsewhere))
 
 
@@ -197,156 +192,13 @@ def _head_agrees(agree: int, head: Head) -> bool:
     return agree >= HEAD_SHARE * head.prompts
 
 
-def _read_elsewhere(head: Head) -> Dict[str, int]:
+def read_elsewhere(head: Head) -> Dict[str, int]:
     """Other readings of the state that give the server's tokens."""
     return {name: agree for name, agree in head.elsewhere.items() if _head_agrees(agree, head)}
 
 
-# --------------------------------------------------------------------------- causes
-@dataclass(frozen=True)
-class Cause:
-    """Why checks ``of`` fail when ``holds``; ``text`` for people, and what to do."""
-
-    code: str
-    of: Tuple[str, ...]
-    holds: Callable[[Facts], bool]
-    text: str
-    fix: str
-
-
-def prefix_was_cached(facts: Facts) -> bool:
-    return any(fate.skip == "prefix_missing" or fate.first > 0 for fate in facts.prompts)
-
-
-def disk_gave_out(facts: Facts) -> bool:
-    return any(fate.skip in ("disk_full", "io_error", "backpressure") for fate in facts.prompts)
-
-
-def small_forwards_left_nothing(facts: Facts) -> bool:
-    """Prompts of small forwards have no rows, those of larger ones have: a graph is replayed up to its largest size."""
-    of_forward: Dict[int, List[PromptFate]] = {}
-    for fate in facts.prompts:
-        if not fate.error:
-            of_forward.setdefault(fate.forward_tokens, []).append(fate)
-    lost = {size for size, fates in of_forward.items() if 2 * sum(map(_vanished, fates)) > len(fates)}
-    return bool(lost) and lost != set(of_forward) and max(lost) < min(set(of_forward) - lost)
-
-
-def nothing_was_captured(facts: Facts) -> bool:
-    return all(_vanished(fate) for fate in facts.prompts if not fate.error)
-
-
-def rows_are_elsewhere(facts: Facts) -> bool:
-    """Row counts that do not fit, rows of other requests, or ranks and batches whose rows are in other places."""
-    skips = any(fate.skip == "rows_mismatch" or "split" in fate.detail for fate in facts.prompts)
-    return skips or any(fate.other_ids for fate in facts.prompts) or facts.ranks.lacking > 0 or _moved(facts)
-
-
-def sums_are_partial(facts: Facts) -> bool:
-    """Ranks hold different values of the same rows; or large forwards differ from small ones, which agree with each
-    other: SGLang leaves sums to the next layer in forwards of up to 2,048 tokens."""
-    measured = facts.measured
-    if measured is None or _moved(facts):
-        return False
-    limits = LIMITS[measured.dtype]
-    only_large = _beyond(measured.large, limits) is not None and _beyond(measured.small, limits) is None
-    return _beyond(measured.ranks, RANK_LIMITS[measured.dtype]) is not None or only_large
-
-
-def slots_hold_other_layers(facts: Facts) -> bool:
-    """Slots that are equal where their layers differ; or a final state from which the server's tokens do not come
-    though its values are the same on all ranks and in all batches."""
-    measured = facts.measured
-    if measured is None:
-        return False
-    sound = _ranks(facts).level == _batches(facts).level == "ok"
-    return bool(_layer_faults(facts) or _read_elsewhere(measured.head)) or (sound and _head(facts).level == "blocker")
-
-
-CAUSES = (
-    Cause(
-        "disk",
-        ("rows",),
-        disk_gave_out,
-        "the disk of the capture directory is full, broken or too slow",
-        "free room there, or name a faster disk as `capture: dir`",
-    ),
-    Cause(
-        "prefix_cache",
-        ("rows",),
-        prefix_was_cached,
-        "a prefix cache served the first rows, which were never computed",
-        "remove what switches the radix cache on from `args`; deploy adds --disable-radix-cache",
-    ),
-    Cause(
-        "scattered_rows",
-        ("rows", "ids", "ranks", "batches", "layers", "head"),
-        rows_are_elsewhere,
-        "rows are scattered: the ranks hold different rows, or rows went to other requests",
-        "switch off what splits rows: context parallelism, --moe-a2a-backend, --enable-layernorm-sp, two-batch overlap",
-    ),
-    Cause(
-        "graph_replay",
-        ("rows",),
-        small_forwards_left_nothing,
-        "small forwards are replayed from a graph, which runs no Python",
-        "deploy again: it adds the flag that switches prefill graphs off; see that `args` does not undo it",
-    ),
-    Cause(
-        "tap_not_called",
-        ("rows",),
-        nothing_was_captured,
-        "the tap was never called: another model class serves, or a graph is replayed for every forward",
-        "look at the server's log for 'fleetdump-tap' and for 'Load weight end'",
-    ),
-    Cause(
-        "partial_sum",
-        ("ranks", "batches"),
-        sums_are_partial,
-        "partial sums: the patch takes the stream before SGLang has added up the ranks' parts",
-        "do not extract with this patch; --enforce-disable-flashinfer-allreduce-fusion keeps sums whole from 0.5.10 on",
-    ),
-    Cause(
-        "layer_convention",
-        ("layers", "head"),
-        slots_hold_other_layers,
-        "wrong layer convention: a slot holds the stream of another layer than its number says, or the final one was "
-        "not taken between the last layer and the norm",
-        "see whether the patch counts layers by what enters or by what leaves them",
-    ),
-)
-"""The first that holds and concerns the check is named."""
-
-UNKNOWN_FIX = "do not extract with this patch and engine: what it writes is wrong"
-
-
-def _cause(finding: Finding, facts: Facts) -> Optional[Cause]:
-    if finding.level != "blocker":
-        return None
-    return next((cause for cause in CAUSES if finding.key in cause.of and cause.holds(facts)), None)
-
-
-def _with_cause(finding: Finding, facts: Facts) -> Finding:
-    cause = _cause(finding, facts)
-    if cause is None:
-        return finding
-    return Finding(finding.key, finding.level, f"{finding.text}. Likely cause: {cause.text}", cause.fix)
-
-
 # --------------------------------------------------------------------------- words and numbers
-def _vanished(fate: PromptFate) -> bool:
-    """Rows are missing, and nobody says why."""
-    return fate.rows < fate.tokens and not (fate.skip or fate.error or fate.fault)
-
-
-def _moved(facts: Facts) -> bool:
-    measured = facts.measured
-    if measured is None:
-        return False
-    return any(errors.moved >= MOVED_SHARE for errors in measured.ranks + measured.small + measured.large)
-
-
-def _beyond(errors: Sequence[SlotErrors], limits: Limits) -> Optional[SlotErrors]:
+def beyond(errors: Sequence[SlotErrors], limits: Limits) -> Optional[SlotErrors]:
     """The worst slot that breaks a limit."""
     bad = [
         each
@@ -378,8 +230,8 @@ def _examples(fates: Sequence[PromptFate], what: str) -> str:
 def _why(fate: PromptFate) -> str:
     if fate.skip:
         return f"{fate.skip} ({fate.detail})"
-    if fate.fault:
-        return fate.fault
+    if fate.fault or fate.unreadable:
+        return fate.fault or fate.unreadable
     begins = f", which begin at {fate.first}" if fate.first > 0 else ""
     return f"{fate.rows} of {fate.tokens} rows{begins}"
 

@@ -34,11 +34,11 @@ def find_target(args: EvidenceArgs, ctx: AgentContext) -> Target:
         if record is not None:
             return target_of(record)
         try:
-            return _by_port(args.port)
+            return by_port(args.port)
         except AgentFailure as failure:
             raise _never_launched(args, ctx, failure.error.what) from failure
     if args.port:
-        return _by_port(args.port)
+        return by_port(args.port)
     if args.pid:
         return target_of_pid(args.pid)
     records, unreadable = readable_records(ctx.state)
@@ -62,7 +62,7 @@ def _never_launched(args: EvidenceArgs, ctx: AgentContext, otherwise: str) -> Ag
     )
 
 
-def _by_port(port: int) -> Target:
+def by_port(port: int) -> Target:
     """Who listens on ``port``, or who was told to: a server that hangs in its start has not opened it, and one whose
     port somebody else has taken never will."""
     owner = procfs.port_owner(port) if port else None
@@ -147,7 +147,8 @@ def target_of_pid(pid: int, port: int = 0) -> Target:
     """
     sample = procfs.read_process(pid)
     if sample is None:
-        raise AgentFailure("not_found", f"no process {pid} here")
+        next_step = "name the launcher's pid, or leave --pid out: then the host is searched for its server"
+        raise AgentFailure("not_found", f"no process {pid} here", next_step=next_step)
     sample = _launcher_above(sample) or sample
     words = sample.cmdline
     return Target(

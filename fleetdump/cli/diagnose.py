@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fleetdump.diagnosis import STALL
 from fleetdump.diagnosis import diagnose as decide
 from fleetdump.errors import ExitCode, UsageError
 from fleetdump.fleet import Outcome
+from fleetdump.inventory import HostConfig
 from fleetdump.tasks.server import Diagnosis, Target, diagnose_host, masked
 from fleetdump.views.verdicts import show_diagnoses, show_heard, show_markdown
 
@@ -28,7 +30,11 @@ from fleetdump.views.verdicts import show_diagnoses, show_heard, show_markdown
 @click.option("--deep", is_flag=True, help="Take strace and stacks even when the samples show progress.")
 @click.option("--save", type=click.Path(path_type=Path), default=None, help="Write the evidence below this folder.")
 @click.option("--bundle", type=click.Path(path_type=Path, exists=True), default=None, help="Judge saved evidence.")
-@click.option("--anonymise", is_flag=True, help="Mask host names, user names and addresses in what is shown and saved.")
+@click.option(
+    "--anonymise",
+    is_flag=True,
+    help="Mask user names, addresses and hosts (host-1, host-2 in their order) in what is shown and saved.",
+)
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown for a bug report.")
 @fleet_options
 def diagnose(
@@ -45,7 +51,7 @@ def diagnose(
 ) -> None:
     """Collect evidence of a server and say what it waits for. Nothing is signalled, nothing changed.
 
-    Exit code 4 when a stall is diagnosed, 0 when the server is healthy, idle or busy.
+    Exit code 4 when a living server stalls, 1 when it is dead, 0 when it is healthy, idle, busy, or was stopped by us.
 
     \b
     Examples:
@@ -69,7 +75,19 @@ def diagnose(
                 _save(save / host.config.name / diagnosis.server.replace(" ", "-"), diagnosis)
         return diagnoses
 
-    run(options, _verb(as_markdown), work)
+    run(_Nameless.like(options) if anonymise else options, _verb(as_markdown), work)
+
+
+class _Nameless(FleetOptions):
+    """The same hosts under numbers, wherever they are shown or saved."""
+
+    @classmethod
+    def like(cls, options: FleetOptions) -> _Nameless:
+        return cls(**{field.name: getattr(options, field.name) for field in fields(options)})
+
+    def select(self, read_only: bool) -> list[HostConfig]:
+        """The hosts that the options name, called host-1, host-2, … in their order."""
+        return [replace(config, name=f"host-{n}") for n, config in enumerate(super().select(read_only), 1)]
 
 
 def _verb(as_markdown: bool) -> Verb:
@@ -79,8 +97,11 @@ def _verb(as_markdown: bool) -> Verb:
 
 
 def _code(diagnoses: list[Diagnosis]) -> ExitCode:
-    stalled = any(d.verdicts and d.verdicts[0].severity == STALL for d in diagnoses)
-    return ExitCode.STALL if stalled else ExitCode.OK
+    """As deploy and status say it: a server that lives and does not go on is a stall, a dead one has failed."""
+    ill = [d for d in diagnoses if d.verdicts and d.verdicts[0].severity == STALL]
+    if any(d.evidence.get("launcher_alive", True) for d in ill):
+        return ExitCode.STALL
+    return ExitCode.FAILED if ill else ExitCode.OK
 
 
 def _data(diagnoses: list[Diagnosis]) -> list[Any]:

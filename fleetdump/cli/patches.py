@@ -35,12 +35,18 @@ def patches() -> None:
 
 @patches.command("list", short_help="Names, versions and what each touches.")
 def list_patches() -> None:
-    """Every known patch. One with mistakes is named with them, and the others are still listed."""
+    """Every known patch, by the name that other commands take: that of its folder. One with mistakes is named with
+    them, and the others are still listed.
+
+    \b
+    Example:
+      fleetdump patches list
+    """
     loaded = []
     broken = False
-    for path in dict(known_patches()).values():
+    for name, path in dict(known_patches()).items():
         try:
-            loaded.append((load_patch(path), path))
+            loaded.append((name, load_patch(path), path))
         except UsageError as error:  # noqa: PERF203
             print_error(error)
             broken = True
@@ -53,7 +59,13 @@ def list_patches() -> None:
 @click.argument("patch")
 @click.option("--json", "as_json", is_flag=True, help="The whole patch as one JSON object.")
 def show(patch: str, as_json: bool) -> None:
-    """The edits, diff or script of PATCH (a name, or a folder with a slash in it)."""
+    """The edits, diff or script of PATCH (a name, or a folder with a slash in it).
+
+    \b
+    Examples:
+      fleetdump patches show hidden-states
+      fleetdump patches show ./patches/mine --json
+    """
     spec = load_patch(find_patch(patch))
     if as_json:
         out.print_json(data=to_json(spec))
@@ -64,11 +76,23 @@ def show(patch: str, as_json: bool) -> None:
 @patches.command("test", short_help="A dry run with its diff; nothing is changed.")
 @click.argument("patch")
 @click.option("--python", default="", help="An interpreter of this machine that imports sglang, instead of hosts.")
+@click.option(
+    "--model", default="", help="With --python: the model's directory; else the files of every model are shown."
+)
 @click.option("--delivery", type=click.Choice(get_args(Delivery)), default="in-place", show_default=True)
 @click.option("--force", is_flag=True, help="As if files that somebody else edited were taken as they are.")
 @fleet_options
-def test(options: FleetOptions, patch: str, python: str, delivery: Delivery, force: bool) -> None:
-    """Would PATCH fit? Shows what it would change on the chosen hosts, or for one interpreter of this machine."""
+def test(options: FleetOptions, patch: str, python: str, model: str, delivery: Delivery, force: bool) -> None:
+    """Would PATCH fit? Shows what it would change on the chosen hosts, or for one interpreter of this machine.
+
+    \b
+    Examples:
+      fleetdump patches test hidden-states --python /opt/sglang/bin/python --model /models/Kimi-K2.5
+      fleetdump patches test ./patches/mine --host gpu01
+      fleetdump patches test hidden-states --host gpu01 --delivery import-hook
+    """
+    if model and not python:
+        raise UsageError("--model goes with --python", why="hosts of the inventory say what their servers serve")
     spec = load_patch(find_patch(patch))
     verb = Verb("patches test", show_dry_run, read_only=True, deadline=TEST_DEADLINE)
 
@@ -83,7 +107,7 @@ def test(options: FleetOptions, patch: str, python: str, delivery: Delivery, for
         "localhost",
         connection="local",
         agent_python=sys.executable,
-        servers=(ServerSpec("test", python, "", 0),),
+        servers=(ServerSpec("test", python, model, 0),),
     )
     fan_out([here], on_host, deadline=TEST_DEADLINE, options=options.connect_options(), on_outcome=report.add)
     sys.exit(report.close())

@@ -6,8 +6,10 @@ import math
 import re
 from functools import cached_property
 
-from fleetdump.agent.evidence_types import Evidence, HttpProbe
+from fleetdump.agent.evidence_engine import HttpProbe
+from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import PHASES
+from fleetdump.diagnosis import vllm
 
 SILENCE_OF = {"init": 120.0, "serving": 60.0}
 """Where more is usual: a communicator of 8 GPUs was seen to take 62 s, and a batch of long prompts takes a minute."""
@@ -25,12 +27,19 @@ class Answers:
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
 
+    @cached_property
+    def is_vllm(self) -> bool:
+        """The server is vLLM's, which opens its port when its engine is ready and has no request of its own."""
+        return vllm.is_vllm(self.evidence)
+
     @property
     def phase(self) -> str:
         """The phase of the server as a whole."""
-        if self.healthy:
+        if self.healthy or (self.is_vllm and self.port_open):
             return "serving"
-        return self.evidence.log.phase or PHASES[0]
+        log = self.evidence.log
+        told = vllm.phase(log.tail) if self.is_vllm and not log.ranks else ""
+        return told or log.phase or PHASES[0]
 
     @property
     def port_open(self) -> bool:
@@ -39,6 +48,12 @@ class Answers:
         hidden = not port.owner_pid and self.evidence.launcher_alive and "port_in_use" not in log.troubles
         told = log.ready or not log.exists or log.phase in ("http", "warmup", "serving")
         return port.open and (port.ours or port.owner_pid == self.evidence.target.pid or (hidden and told))
+
+    @property
+    def port_taken(self) -> bool:
+        """Somebody else listens on the server's port."""
+        port = self.evidence.port
+        return port.open and not port.ours and (port.owner_pid > 0 or "port_in_use" in self.evidence.log.troubles)
 
     def answer(self, prefix: str) -> HttpProbe | None:
         """The probe of ``/health`` or ``/model_info``."""
@@ -49,7 +64,7 @@ class Answers:
         """It has served: its log says so or counts tokens; without a log an open port is taken for that."""
         log = self.evidence.log
         served = not log.exists or bool(log.forwards or log.zero_statistics)
-        return log.ready or (self.port_open and served)
+        return log.ready or (self.port_open and (served or self.is_vllm))
 
     @property
     def healthy(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fleetdump.agent.evidence_process import ProcessFacts
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.diagnosis import signatures
 from fleetdump.diagnosis.codes import CODES
@@ -9,7 +10,7 @@ from fleetdump.diagnosis.registry import SIGNATURES, Step
 from fleetdump.diagnosis.suspect import telling_frame
 from fleetdump.diagnosis.types import CERTAINTY, PATTERN, Verdict
 from fleetdump.diagnosis.view import View
-from fleetdump.diagnosis.words import name_of, rank_names
+from fleetdump.diagnosis.words import name_of, rank_names, size
 
 __all__ = ["diagnose", "signatures"]
 
@@ -20,6 +21,8 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     view = View(evidence)
     found = [(step, verdict) for step, check in SIGNATURES if (verdict := check(view))]
     found = [item for item in found if item[0] == Step.ENDED] or found
+    if view.foreign:
+        found = [item for item in found if item[1].code in OF_ANY_PROCESS]
     found.sort(key=lambda item: (item[0], CERTAINTY.index(item[1].confidence)))
     causes = any(step < Step.NOTES for step, _ in found)
     best: dict[str, Verdict] = {}
@@ -28,6 +31,10 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     verdicts = list(best.values())
     if not causes:
         verdicts.insert(0, _unknown(view))
+    if view.foreign:
+        verdicts[0].title = f"{_no_server(view.foreign)}: {verdicts[0].title}"
+        for verdict in verdicts:
+            verdict.phase = ""
     for verdict in verdicts:
         verdict.server = evidence.target.server
         verdict.ruled_out = _ruled_out(view)
@@ -36,18 +43,35 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     return verdicts
 
 
+OF_ANY_PROCESS = frozenset({
+    "STOPPED_PROCESS", "TRACER_ATTACHED", "STDOUT_PIPE_FULL", "PIPE_EOF_IMPOSSIBLE", "LOCK_WAIT", "REMOTE_FS_HANG",
+    "DRIVER_D_STATE", "NOFILE", "DISK_FULL", "CPU_STARVED", "DIAG_BLIND",
+})  # fmt: skip
+"""What can be the matter with a process that is no server; everything else is said of servers alone."""
+
+
+def _no_server(process: ProcessFacts) -> str:
+    command = " ".join((process.cmdline or process.name).split())
+    return f"process {process.pid} ({command[:60]}) is no SGLang or vLLM server"
+
+
 def _unknown(view: View) -> Verdict:
     evidence = view.evidence
+    if view.foreign:
+        return _unknown_process(view, view.foreign)
     http = ", ".join(f"GET {h.path}: {h.status or h.error}" for h in evidence.http)
     port = f"port {evidence.target.port} is {'open' if evidence.port.open else 'closed'}"
+    still = f"nothing moved in two samples {evidence.seconds:.0f} s apart"
+    if view.starved:
+        still = f"{evidence.log.zero_statistics} lines of statistics in a row say 0 tokens a second with requests there"
     facts = [
-        *(view.progress[:1] or [f"nothing moved in two samples {evidence.seconds:.0f} s apart"]),
+        *(view.progress[:1] or [still]),
         f"{port}; {http}" if http else port,
         _where_they_are(view),
     ]
     return Verdict(
         "UNKNOWN",
-        f"the cause is not known: {_standstill(view)}, and no known case fits",
+        f"{_what(view)}the cause is not known: {_standstill(view)}, and no known case fits",
         PATTERN,
         phase=view.phase,
         evidence=facts,
@@ -55,12 +79,42 @@ def _unknown(view: View) -> Verdict:
     )
 
 
+def _unknown_process(view: View, process: ProcessFacts) -> Verdict:
+    """What a process does of which nothing is known but that."""
+    main, stack = process.main, view.stack(process)
+    facts = [f"{process.name}: state {process.state}, {process.cpu:.0%} CPU, {process.thread_count} threads"]
+    if main and main.wchan:
+        facts.append(f"its main thread sleeps in {main.wchan}, woken {main.voluntary:.0f} times a second")
+    elif main:
+        facts.append(f"its main thread uses {main.cpu:.0%} of a core ({main.user_share:.0%} of that in user code)")
+    facts += [f"it is at {stack.frames[0]}, {stack.state}"] if stack and stack.frames else []
+    read, written = (size(count) for count in (process.rchar_delta, process.wchar_delta))
+    facts.append(f"in {view.evidence.seconds:.0f} s it read {read} and wrote {written}")
+    return Verdict(
+        "UNKNOWN",
+        "only what it does can be told",
+        PATTERN,
+        evidence=facts,
+        next_steps=["name the server's launcher with --pid, or its port; without either the host is searched for it"],
+    )
+
+
 def _where_they_are(view: View) -> str:
     """Ranks by their stacks where those are known, else all processes by state and CPU."""
     if view.stack_groups:
         return "; ".join(f"{rank_names(g.ranks)} at {telling_frame(g.frames)}" for g in view.stack_groups if g.frames)
-    states = ", ".join(f"{name_of(p)}: state {p.state}, {p.cpu:.0%} CPU" for p in view.members)
-    return states or "no process could be read"
+    return ", ".join(map(_state, view.members)) or "no process could be read"
+
+
+def _state(process: ProcessFacts) -> str:
+    where = f" in {process.main.wchan}" if process.main and process.main.wchan else ""
+    return f"{name_of(process)}: state {process.state}{where}, {process.cpu:.0%} CPU"
+
+
+def _what(view: View) -> str:
+    """What is seen from outside, before the cause."""
+    stuck = view.port_open and not view.healthy and view.complete and not view.progress
+    return f"{'a request' if view.was_ready else 'the warm-up request'} never ends, and " if stuck else ""
 
 
 def _standstill(view: View) -> str:

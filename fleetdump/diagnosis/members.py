@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from functools import cached_property
 
-from fleetdump.agent.evidence_types import ProcessFacts, RankMarks
-from fleetdump.agent.protocol import PHASES
+from fleetdump.agent.evidence_engine import RankMarks
+from fleetdump.agent.evidence_process import ProcessFacts
 from fleetdump.diagnosis.answers import Answers
 
 ENGINE_NAMES = ("sglang::sched", "VLLM::Worker", "VLLM::Engine")
 """What the names of ranks begin with, in the 15 characters that the kernel keeps of a dead one's."""
 HELPER_NAMES = ("sglang::detoken",)
+SERVER_ROLES = frozenset({
+    "launcher", "scheduler", "engine", "detokenizer", "tokenizer_worker", "data_parallel_controller",
+})  # fmt: skip
 FIRST_RANK_MARKS = frozenset({"scheduler ready"})
 """Marks that only rank 0 logs."""
 _TP = re.compile(r"TP(\d+)")
@@ -40,7 +43,16 @@ class Members(Answers):
     def members(self) -> list[ProcessFacts]:
         """Launcher, schedulers and detokenizer: what must live for the server to work."""
         wanted = ("launcher", "scheduler", "engine", "detokenizer", "data_parallel_controller")
-        return [p for p in self.evidence.processes if p.role in wanted and p.state not in "ZX"]
+        roles = [p for p in self.evidence.processes if p.role in wanted and p.state not in "ZX"]
+        return [self.foreign] if self.foreign else roles
+
+    @cached_property
+    def foreign(self) -> ProcessFacts | None:
+        """The living process that was named, when neither it nor any below it is called as those of a server are."""
+        processes = self.evidence.processes
+        if not self.evidence.launcher_alive or any(p.role in SERVER_ROLES for p in processes):
+            return None
+        return next((p for p in processes if p.pid == self.evidence.target.pid and p.state not in "ZX"), None)
 
     @cached_property
     def spawning(self) -> bool:
@@ -54,8 +66,7 @@ class Members(Answers):
     @property
     def engine_dead(self) -> bool:
         """vLLM's engine core, which feeds the workers, is gone."""
-        launcher = self.launcher
-        served = launcher is not None and "vllm" in launcher.cmdline.lower() and (self.port_open or self.was_ready)
+        served = self.launcher is not None and self.is_vllm and (self.port_open or self.was_ready)
         return served and not any(p.role == "engine" and p.state not in "ZX" for p in self.evidence.processes)
 
     @property
@@ -119,7 +130,7 @@ class Members(Answers):
         marks = self.marks_of(process) if process else None
         server = self.evidence.log.phase
         if marks is None or server in ("warmup", "serving"):
-            return server or PHASES[0]
+            return self.phase
         return marks.phase
 
     @cached_property

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from fleetdump.agent.evidence_types import ProcessFacts
+from fleetdump.agent.evidence_process import ProcessFacts
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN
 from fleetdump.diagnosis.view import Spin, View
 from fleetdump.diagnosis.words import rank_names
 
 COLLECTIVES = re.compile(
-    r"^(?:[\w<>.]*\.)?(?P<name>all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|monitored_barrier|"
-    r"recv\w*|send\w*|all_to_all\w*|gather|scatter) "
+    r"^(?:[\w<>.]*\.)?(?:(?:[a-z]+_)+(?=all_reduce|all_gather|reduce_scatter|all_to_all))?"
+    r"(?P<name>all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|monitored_barrier|recv\w*|send\w*|irecv|"
+    r"isend|batch_isend_irecv|all_to_all\w*|gather|gather_object|scatter|scatter_object_list|"
+    r"reduce(?= \(\S*distributed)) "
 )
+"""A collective or point-to-point call by its function's name, behind whatever a library puts before it
+(``tensor_model_parallel_all_reduce``)."""
 
 
 _LIBRARY_WAIT = re.compile(r"\((?:.*/)?(?:threading|queue|selectors|socket|ssl|subprocess|concurrent/futures/\w+)\.py:")
@@ -173,14 +177,15 @@ def _outside(view: View) -> Suspect | None:
         return None
     others = rank_names(label for label in known if label != absent[0])
     waits = sorted({collective_of(known[label].frames) for label in known if label != absent[0]})
-    facts = [f"{others} waits in {', '.join(waits)}", f"{absent[0]} is at {stack.frames[0]}, {_callers(stack.frames)}"]
-    what = f"is at {telling_frame(stack.frames)} while {others} waits for it in {', '.join(waits)}"
+    wait = "wait" if len(known) > 2 else "waits"
+    facts = [f"{others} {wait} in {', '.join(waits)}", f"{absent[0]} is at {stack.frames[0]}, {_callers(stack.frames)}"]
+    what = f"is at {telling_frame(stack.frames)} while {others} {wait} for it in {', '.join(waits)}"
     return Suspect(_rank_of(view, absent[0]), what, DIRECT, facts, _NEXT_STACK)
 
 
 def telling_frame(frames: list[str]) -> str:
     """The innermost frame that is not a waiting call of Python's own library."""
-    return next((frame for frame in frames if not _LIBRARY_WAIT.search(frame)), frames[0])
+    return next((frame for frame in frames if not _LIBRARY_WAIT.search(frame)), (frames or ["no frame"])[0])
 
 
 def _callers(frames: list[str]) -> str:
@@ -223,7 +228,7 @@ def _of_spin(view: View, spin: Spin) -> Suspect:
     stack = view.stack(process)
     sure = bool(stack or view.trace(process))
     facts = [*spin.facts]
-    if spin.kind == "python" and stack:
+    if spin.kind == "python" and stack and stack.frames:
         what = f"spins in Python at {stack.frames[0]}"
         steps = [f"read the code at {stack.frames[0]}: it never returns; revert the patch if it put it there"]
     elif spin.kind == "gpu":

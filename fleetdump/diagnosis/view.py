@@ -6,7 +6,14 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from fleetdump.agent.evidence_types import GpuFacts, ProbeRecord, ProcessFacts, Stack, StackGroup, Trace
+from fleetdump.agent.evidence_host import GpuFacts
+from fleetdump.agent.evidence_process import (
+    ProcessFacts,
+    Stack,
+    StackGroup,
+    Trace,
+)
+from fleetdump.agent.evidence_types import ProbeRecord
 from fleetdump.diagnosis.members import Members
 from fleetdump.diagnosis.words import size
 
@@ -40,9 +47,9 @@ LOW_POWER = 0.45
 FULL_USE = 90
 LOADED_MIB = 4096
 AFTER = {
-    "imports": "before its first mark",
+    "imports": "before the first mark",
     "init": "during distributed init",
-    "weights": "while it loads weights",
+    "weights": "while weights are loaded",
     "kv_pool": "after weights, before the KV pool",
     "jit": "after the KV pool",
     "capture": "during graph capture",
@@ -79,7 +86,7 @@ class View(Members):
     @property
     def starting(self) -> bool:
         """Alive and not ready yet."""
-        ready = self.evidence.log.ready or self.healthy
+        ready = self.evidence.log.ready or self.healthy or self.port_taken
         gone = self.gone or self.evidence.log.crash or not self.evidence.launcher_alive
         return not ready and not gone and not any(p.state in "Tt" for p in self.members)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from fleetdump.agent.evidence_types import ProcessFacts
+from fleetdump.agent.evidence_process import ProcessFacts
 
 _NUMBERED = re.compile(r"^(?P<head>.*\D)(?P<number>\d+)$")
 _LAUNCHER = "the launcher"
@@ -22,6 +22,8 @@ def size(count: float) -> str:
 
 def name_of(process: ProcessFacts) -> str:
     """A process for people: its rank's name in the log, or what it is."""
+    if process.role == "other":
+        return process.name
     return process.label or (_LAUNCHER if process.role == "launcher" else process.role)
 
 

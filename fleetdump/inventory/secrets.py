@@ -9,11 +9,9 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+from fleetdump.agent.arguments import is_secret_option
 from fleetdump.agent.protocol import ServerSpec
 from fleetdump.errors import UsageError
-
-SECRET_FLAGS = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
-"""Arguments of SGLang whose value is a secret."""
 
 _MAX_SECRET_BYTES = 64 << 10
 _SECRET_NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|APIKEY|KEY|CREDENTIALS?)(_|$)", re.IGNORECASE)
@@ -40,9 +38,9 @@ def resolve_secrets(server: ServerSpec, environ: Mapping[str, str] = os.environ)
     args: list[str] = []
     for previous, arg in pairwise(["", *server.args]):
         flag, equals, value = arg.partition("=")
-        if previous in SECRET_FLAGS:
+        if is_secret_option(previous):
             args.append(_resolve(arg, server, environ))
-        elif equals and flag in SECRET_FLAGS:
+        elif equals and is_secret_option(flag):
             args.append(f"{flag}={_resolve(value, server, environ)}")
         else:
             args.append(arg)

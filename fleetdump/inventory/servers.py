@@ -10,30 +10,15 @@ from typing import Any
 
 from yaml.nodes import Node
 
+from fleetdump.agent.arguments import is_secret_option, own_option
 from fleetdump.agent.formats import SERVER_NAME
 from fleetdump.agent.protocol import ServerSpec
 from fleetdump.hostpatterns import is_address
-from fleetdump.inventory.secrets import SECRET_FLAGS, is_reference, is_secret_name
+from fleetdump.inventory.secrets import is_reference, is_secret_name
 from fleetdump.yamlmarks import Parser, Reader, Schema, Wrong, line_of
 
 MAX_REPLICAS = 256
 MAX_GPUS = 1024
-OWN_FLAGS = {
-    "--model-path": "model_path",
-    "--model": "model_path",
-    "--host": "host",
-    "--port": "port",
-    "--tensor-parallel-size": "tp",
-    "--tp-size": "tp",
-    "--tp": "tp",
-    "--data-parallel-size": "dp",
-    "--dp-size": "dp",
-    "--dp": "dp",
-    "--pipeline-parallel-size": "pp",
-    "--pp-size": "pp",
-}
-"""Arguments of SGLang that have a key of their own here."""
-
 _INDEX = "{i}"
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*\Z")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -202,7 +187,7 @@ def _gpus(reader: Reader, node: Node, what: str) -> tuple[int, ...]:
 def _args(reader: Reader, node: Node, what: str) -> tuple[str, ...]:
     args = reader.list_of(_arg, node, what)
     for previous, arg in pairwise(args):
-        if previous in SECRET_FLAGS:
+        if is_secret_option(previous):
             _check_secret(reader, node, f"{what}: {previous}", arg)
     return tuple(args)
 
@@ -210,13 +195,13 @@ def _args(reader: Reader, node: Node, what: str) -> tuple[str, ...]:
 def _arg(reader: Reader, node: Node, what: str) -> str:
     value = reader.raw_text(node, what)
     flag, equals, rest = value.partition("=")
-    if flag in OWN_FLAGS:
-        reader.fail(node, f"{what}: {flag} is set by the key {OWN_FLAGS[flag]!r}")
+    if own_option(flag):
+        reader.fail(node, f"{what}: {flag} is set by the key {own_option(flag)!r}")
     if flag.startswith("--") and " " in flag:
         reader.fail(
             node, f"{what}: {flag.split()[0]!r} and its value are one argument with a space; write two list items"
         )
-    if equals and flag in SECRET_FLAGS:
+    if equals and is_secret_option(flag):
         _check_secret(reader, node, f"{what}: {flag}", rest)
     return value
 

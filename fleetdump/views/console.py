@@ -61,10 +61,16 @@ def print_json(result: HostResult) -> None:
         "host": result.host,
         "command": result.command,
         "status": result.status,
-        "error": error and {"what": error.what, "where": error.where, "why": error.why, "next_step": error.next_step},
+        "error": error and _in_json(error),
         "data": result.data,
     }
     out.print(json.dumps(record), markup=False)
+
+
+def _in_json(error: FleetdumpError) -> dict[str, str]:
+    """``code`` names the kind for scripts (an agent's code, SSH_THROTTLED …); empty where there is none."""
+    parts = {"what": error.what, "where": error.where, "why": error.why, "next_step": error.next_step}
+    return {"code": getattr(error, "code", ""), **parts}
 
 
 def print_error(error: FleetdumpError) -> None:

@@ -14,10 +14,11 @@ _FILES_SHOWN = 4
 _COLOURS = (("+++", "bold"), ("---", "bold"), ("@@", "cyan"), ("+", "green"), ("-", "red"))
 
 
-def show_patches(patches: Iterable[tuple[PatchSpec, Path]]) -> None:
-    """Patches with name, version, where each lies and what it touches."""
-    for spec, path in patches:
-        out.print(f"[bold]{quoted(spec.name)}[/] {quoted(spec.version)}  {quoted(str(path))}")
+def show_patches(patches: Iterable[tuple[str, PatchSpec, Path]]) -> None:
+    """Patches by the names that commands take, with version, where each lies and what it touches."""
+    for name, spec, path in patches:
+        own = f"  (records call it {spec.name})" if spec.name != name else ""
+        out.print(f"[bold]{quoted(name)}[/] {quoted(spec.version)}  {quoted(str(path))}{quoted(own)}")
         out.print(f"  touches {quoted(', '.join(touches(spec)))}")
 
 
@@ -88,9 +89,12 @@ def show_dry_run(host: str, results: list[PatchResult]) -> None:
     """What a patch would do to each engine of a host."""
     for result in results:
         state = f"{result.before.state} {result.before.patch} {result.before.version}".strip()
-        tested = "" if result.verified else "; no test has run it on this release"
         fits = "is applied already" if not result.diff else "fits"
-        out.print(f"[bold]{quoted(host)}[/]  {quoted(f'{result.engine} ({state}): the patch {fits}{tested}')}")
+        out.print(f"[bold]{quoted(host)}[/]  {quoted(f'{result.engine} ({state}): the patch {fits}')}")
+        if result.delivery == "import-hook":
+            out.print("  no file changes: the launched process imports what is shown here")
+        if result.doubts:
+            out.print(f"  {quoted(result.doubts)}")
         if result.before.detail:
             out.print(f"  {quoted(result.before.detail)}")
         show_diff(result.diff)

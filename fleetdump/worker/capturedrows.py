@@ -6,13 +6,13 @@ The safetensors library reads neither a ``.part`` nor, into numpy, bfloat16.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from fleetdump.agent.formats import PART_SUFFIX, FormatError
+from fleetdump.agent.formats import FormatError
+from fleetdump.agent.selfcheck_capture import open_shard
 from fleetdump.agent.selfcheck_facts import PieceRef
 from fleetdump.agent.tensorfile import Header, parse_header
 
@@ -35,7 +35,7 @@ def read_rows(directory: Path, pieces: Sequence[PieceRef]) -> Array:
 
 def read_piece(directory: Path, piece: PieceRef) -> Array:
     """Float32 array of the piece's own shape. Raises ``FormatError`` for a file that ends inside it."""
-    with _open_shard(directory / piece.shard) as file:
+    with open_shard(directory / piece.shard) as file:
         file.seek(parse_header(file, piece.shard).data_start + piece.offset)
         dtype = np.dtype(STORED[piece.dtype])
         size = int(np.prod(piece.shape)) * dtype.itemsize
@@ -56,12 +56,3 @@ def as_float32(stored: Array, dtype: str) -> Array:
     if dtype == "BF16":
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float32)
-
-
-def _open_shard(path: Path) -> BinaryIO:
-    """A shard is closed, and so renamed, between any two looks."""
-    with suppress(FileNotFoundError):
-        return open(path, "rb")
-    with suppress(FileNotFoundError):
-        return open(path.with_name(path.name + PART_SUFFIX), "rb")
-    return open(path, "rb")

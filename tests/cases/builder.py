@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from fleetdump.agent.evidence_types import (
-    DiskFacts,
-    Evidence,
-    GpuFacts,
+from fleetdump.agent.evidence_engine import (
     HttpProbe,
     LogFacts,
-    PipeEnd,
     PortFacts,
-    ProbeRecord,
-    ProcessFacts,
     RankMarks,
+)
+from fleetdump.agent.evidence_host import DiskFacts, GpuFacts
+from fleetdump.agent.evidence_process import (
+    PipeEnd,
+    ProcessFacts,
     SocketFacts,
     Stack,
     SyscallCount,
-    Target,
     ThreadFacts,
     Trace,
+)
+from fleetdump.agent.evidence_types import (
+    Evidence,
+    ProbeRecord,
+    Target,
     WatchFacts,
 )
 from fleetdump.agent.probes.stacks import group
@@ -185,3 +188,51 @@ def vllm(ranks: int = 2) -> Evidence:
     evidence.processes.append(process(150, "engine", name="VLLM::EngineCor"))
     serving(evidence)
     return evidence
+
+
+def vllm_starting(ranks: int = 4) -> Evidence:
+    """vLLM before its port: the engine core reads one pipe a worker, the API process waits for the engine core."""
+    e = vllm(ranks)
+    e.port.open = e.port.ours = e.log.ready = False
+    e.http, e.log.server_marks, e.log.phase = [], [], "imports"
+    e.log.tail = ["(EngineCore_DP0 pid=150) INFO backend resolved to nccl"]
+    parent, engine = launcher(e), e.processes[-1]
+    parent.pipes = [PipeEnd(9, 8000, "r", [150])]
+    engine.pipes = [PipeEnd(20 + n, PIPE + n, "r", [FIRST_RANK + n]) for n in range(ranks)]
+    for p in all_ranks(e):
+        p.ppid = 150
+        blocked_in(p, "futex_do_wait", "202 0x1 0x189")
+    blocked_in(parent, "do_epoll_wait", "232 0x9")
+    return e
+
+
+def unanswering(ranks: int) -> Evidence:
+    """It has served; now ``/health`` times out with requests running."""
+    e = server(ranks)
+    serving(e)
+    listening(e, 0, "timeout")
+    e.log.ready, e.log.phase, e.log.running_requests = True, "serving", 5
+    e.log.quiet_seconds = 400.0
+    return e
+
+
+def sparse(ranks: int) -> Evidence:
+    """As a person writes it by hand: nothing but what matters; silent for 300 s after the weights."""
+    e = Evidence(Target(1000, ranks=ranks, port=30000), 1796000000.0, 5.0)
+    main = ThreadFacts(1000, "python3", "S", wchan="pipe_wait", syscall="0 0x21 0x7f 0x4")
+    e.processes = [ProcessFacts(1000, 1, "launcher", "python3", 10, "S", main=main, syscall_fd=33)]
+    for n in range(ranks):
+        thread = ThreadFacts(2000 + n, "sglang", "S", wchan="futex_wait_queue_me")
+        e.processes.append(
+            ProcessFacts(2000 + n, 1000, "scheduler", "sglang::schedul", 11, "S", n, f"TP{n}", main=thread)
+        )
+    e.log = LogFacts("/var/log/llm/server.log", True, 9000, lines=217, quiet_seconds=300.0, phase="kv_pool")
+    e.log.ranks = [RankMarks(f"TP{n}", n, "kv_pool", ["weights begin", "weights end"]) for n in range(ranks)]
+    e.port = PortFacts(30000)
+    return e
+
+
+def spin_alone(e: Evidence, n: int, cpu: float = 1.0) -> None:
+    """The main thread of that rank burns a core, and only that is known."""
+    p = next(p for p in e.processes if p.rank == n)
+    p.state, p.cpu, p.main = "R", cpu, ThreadFacts(p.pid, "sglang", "R", cpu=cpu, user_share=1.0, syscall="running")

@@ -17,7 +17,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from cases import sampletext as text
-from fleetdump.agent.evidence_types import Evidence, LogFacts, PortFacts, ProcessFacts, Target, ThreadFacts
+from fleetdump.agent.evidence_engine import LogFacts, PortFacts
+from fleetdump.agent.evidence_process import ProcessFacts, ThreadFacts
+from fleetdump.agent.evidence_types import Evidence, Target
 from fleetdump.agent.probes.logfile import LogReader
 from fleetdump.agent.probes.ras import only, parse_ras
 from fleetdump.agent.probes.stacks import group

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from cases import builder as b
 from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import (
-    Evidence,
-    GpuFacts,
-    GpuProcess,
-    HttpProbe,
+from fleetdump.agent.evidence_engine import HttpProbe, PortFacts
+from fleetdump.agent.evidence_host import GpuFacts, GpuProcess
+from fleetdump.agent.evidence_process import (
     PipeEnd,
-    PortFacts,
-    ProbeRecord,
     SocketFacts,
     Stack,
     ThreadFacts,
 )
+from fleetdump.agent.evidence_types import Evidence, ProbeRecord
 
 CICC = "[910.1] Out of memory: Killed process {} (cicc) total-vm:4000000kB"
 

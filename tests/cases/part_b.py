@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cases import builder as b
 from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import DiskFacts, Evidence, GpuFacts
+from fleetdump.agent.evidence_host import DiskFacts, GpuFacts
+from fleetdump.agent.evidence_types import Evidence
 
 LOADING = ("init begin", "init end", "weights begin")
 FULL_BAR = ["Loading safetensors checkpoint shards: 100% Completed | 94/94 [50:11<00:00, 32.0s/it]"]

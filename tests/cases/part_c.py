@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from cases import builder as b
 from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import Evidence, LockFacts, LockFile, ThreadFacts
+from fleetdump.agent.evidence_host import LockFacts, LockFile
+from fleetdump.agent.evidence_process import ThreadFacts
+from fleetdump.agent.evidence_types import Evidence
 
 BEFORE_CAPTURE = ("init begin", "init end", "weights begin", "weights end", "kv pool end")
 FORWARD = ["DeepseekV2Model.forward (deepseek_v2.py:90)", "ModelRunner.forward (model_runner.py:1)"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from cases import builder as b
 from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import (
-    Evidence,
+from fleetdump.agent.evidence_engine import (
     FlightRecord,
-    GpuFacts,
     OperationCounts,
     RankCount,
     RasFacts,
-    SyscallCount,
 )
+from fleetdump.agent.evidence_host import GpuFacts
+from fleetdump.agent.evidence_process import SyscallCount
+from fleetdump.agent.evidence_types import Evidence
 
 AT_SYNC = ["synchronize (torch/cuda/__init__.py:9)", "ModelRunner.init (model_runner.py:1)"]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from cases import builder as b
 from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import Evidence, HttpProbe, Stack, SyscallCount
+from fleetdump.agent.evidence_engine import HttpProbe
+from fleetdump.agent.evidence_process import Stack, SyscallCount
+from fleetdump.agent.evidence_types import Evidence
 
 
 @case("E1", "sgl-project/sglang#1730", first="IDLE_OK", never=HANGS | {"UNKNOWN"}, phase="serving")

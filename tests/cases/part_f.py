@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from cases import builder as b
 from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import CgroupFacts, DiskFacts, Evidence, GpuFacts, LockFile, SocketFacts, Stack
+from fleetdump.agent.evidence_host import (
+    CgroupFacts,
+    DiskFacts,
+    GpuFacts,
+    LockFile,
+)
+from fleetdump.agent.evidence_process import SocketFacts, Stack
+from fleetdump.agent.evidence_types import Evidence
 
 SMALL = DiskFacts("shm", "/dev/shm", 20 << 20, 64 << 20, 10**5, "tmpfs")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cases import builder as b
 from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import Evidence, PipeEnd
+from fleetdump.agent.evidence_process import PipeEnd
+from fleetdump.agent.evidence_types import Evidence
 
 
 @case("G1", "fabric/fabric#1815", first="IDLE_OK", also="CHANNEL_HELD", never=HANGS)

@@ -7,7 +7,9 @@ from cases.part_a import rank_killed_for_memory
 from cases.part_e import idle_scheduler_polls, starved
 from cases.part_f import download_lock_of_a_dead_process
 from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import Evidence, LockFile, SyscallCount
+from fleetdump.agent.evidence_host import LockFile
+from fleetdump.agent.evidence_process import SyscallCount
+from fleetdump.agent.evidence_types import Evidence
 
 SPIN_FRAMES = ["DeepseekV2Model.forward (deepseek_v2.py:893)", "TpModelWorker.init (tp_worker.py:420)"]
 WAIT_FRAMES = ["all_reduce (distributed_c10d.py:3252)", "get_available_gpu_memory (common.py:549)"]

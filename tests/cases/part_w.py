@@ -6,7 +6,10 @@ import tempfile
 
 from cases import builder as b
 from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import DiskFacts, Evidence, GpuFacts, PortFacts, ThreadFacts
+from fleetdump.agent.evidence_engine import PortFacts
+from fleetdump.agent.evidence_host import DiskFacts, GpuFacts
+from fleetdump.agent.evidence_process import ThreadFacts
+from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.probes.logfile import LogReader
 
 TRACE = "Traceback (most recent call last):"

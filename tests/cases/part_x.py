@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 from cases import builder as b
-from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import (
-    DiskFacts,
-    Evidence,
-    LockFacts,
-    LockFile,
-    PipeEnd,
+from cases.table import DEAD, HANGS, HEALTHY, case
+from fleetdump.agent.evidence_host import DiskFacts, LockFacts, LockFile
+from fleetdump.agent.evidence_process import (
     SocketFacts,
     Stack,
     ThreadFacts,
 )
-
-DEAD = frozenset({"PARENT_WAITS_DEAD_RANK", "API_ALIVE_ENGINE_DEAD", "RANK_CRASHED", "LAUNCHER_DIED"})
-"""Codes that call a process dead; forbidden wherever all of them live."""
-
-
-def vllm_starting(ranks: int = 4) -> Evidence:
-    """vLLM before its port: the engine core reads one pipe a worker, the API process waits for the engine core."""
-    e = b.vllm(ranks)
-    e.port.open = e.port.ours = e.log.ready = False
-    e.http, e.log.server_marks, e.log.phase = [], [], "imports"
-    e.log.tail = ["(EngineCore_DP0 pid=150) INFO backend resolved to nccl"]
-    parent, engine = b.launcher(e), e.processes[-1]
-    parent.pipes = [PipeEnd(9, 8000, "r", [150])]
-    engine.pipes = [PipeEnd(20 + n, b.PIPE + n, "r", [b.FIRST_RANK + n]) for n in range(ranks)]
-    for p in b.all_ranks(e):
-        p.ppid = 150
-        b.blocked_in(p, "futex_do_wait", "202 0x1 0x189")
-    b.blocked_in(parent, "do_epoll_wait", "232 0x9")
-    return e
+from fleetdump.agent.evidence_types import Evidence
 
 
 @case("X01 vLLM worker gone", "kind of A1", first="PARENT_WAITS_DEAD_RANK", never=HEALTHY | {"IMPORT_STALL"}, rank=2)
 def engine_reads_the_pipe_of_a_dead_worker() -> Evidence:
-    e = vllm_starting()
+    e = b.vllm_starting()
     b.lose(e, 2)
     engine = e.processes[-1]
     engine.pipes[2].peers = []
@@ -92,7 +70,7 @@ def kernel_names_the_control_group() -> Evidence:
 
 @case("X06 vLLM bus error", "kind of F1", first="SHM_SMALL", never=HEALTHY, rank=0)
 def worker_of_vllm_died_of_sigbus() -> Evidence:
-    e = vllm_starting(2)
+    e = b.vllm_starting(2)
     dead = b.rank(e, 0)
     dead.state, dead.role, dead.rank, dead.label, dead.exit_signal = "Z", "other", None, "", 7
     e.disks.append(DiskFacts("shm", "/dev/shm", 0, 64 << 20, 10**5, "tmpfs"))
@@ -177,7 +155,7 @@ def host_is_in_reclaim_while_loading() -> Evidence:
 
 @case("X15 nvcc", "kind of C1", first="JIT_COMPILING", never=HANGS | {"IMPORT_STALL"})
 def worker_of_vllm_runs_nvcc() -> Evidence:
-    e = vllm_starting()
+    e = b.vllm_starting()
     e.processes += [b.process(900 + n, "compiler", ppid=200 + n, cpu=0.97, name="cudafe++") for n in range(4)]
     return e
 
@@ -228,7 +206,7 @@ def one_rank_builds_and_three_wait_for_its_lock() -> Evidence:
 
 @case("X21 vLLM cross lock", "kind of C8", first="JIT_COLLECTIVE_CROSSLOCK", never=HEALTHY, rank=0)
 def worker_with_the_lock_waits_in_a_collective() -> Evidence:
-    e = vllm_starting(2)
+    e = b.vllm_starting(2)
     e.locks = [LockFacts("FLOCK", 77, 201, 200, "/root/.cache/vllm/x.lock")]
     b.stacks(e, {0: ["acquire (filelock/_unix.py:40)", "get_lock (utils.py:4)"],
                  1: ["all_gather_object (distributed_c10d.py:3)", "profile_run (gpu_worker.py:9)"]})  # fmt: skip

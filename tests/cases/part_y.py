@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from cases import builder as b
-from cases.part_x import DEAD
-from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import (
-    DiskFacts,
-    Evidence,
+from cases.table import DEAD, HANGS, HEALTHY, case
+from fleetdump.agent.evidence_engine import (
     FlightRecord,
-    GpuFacts,
-    GpuProcess,
     HttpProbe,
     OperationCounts,
-    PipeEnd,
     PortFacts,
     RankCount,
     RankMarks,
     RasFacts,
-    Stack,
-    ThreadFacts,
 )
+from fleetdump.agent.evidence_host import DiskFacts, GpuFacts, GpuProcess
+from fleetdump.agent.evidence_process import PipeEnd, Stack, ThreadFacts
+from fleetdump.agent.evidence_types import Evidence
 
 FORWARD = ["forward (llama.py:300)", "execute_model (model_runner.py:88)"]
-
-
-def unanswering(ranks: int) -> Evidence:
-    """It has served; now ``/health`` times out with requests running."""
-    e = b.server(ranks)
-    b.serving(e)
-    b.listening(e, 0, "timeout")
-    e.log.ready, e.log.phase, e.log.running_requests = True, "serving", 5
-    e.log.quiet_seconds = 400.0
-    return e
 
 
 # ------------------------------------------------------------------ collectives
@@ -59,7 +44,7 @@ def one_worker_of_vllm_is_in_another_collective() -> Evidence:
 
 @case("Y03 halves", "kind of D13", first="COLLECTIVE_DIVERGED", never=HEALTHY | {"KERNEL_SPIN"})
 def ranks_are_parted_in_halves() -> Evidence:
-    e = unanswering(8)
+    e = b.unanswering(8)
     for p in b.all_ranks(e):
         b.blocked_in(p, "do_epoll_wait", "232 0x9")
     b.stacks(e, {n: ["all_reduce (d.py:1)", "a (x.py:2)"] if n < 4 else ["reduce_scatter (d.py:5)", "b (y.py:2)"]
@@ -69,7 +54,7 @@ def ranks_are_parted_in_halves() -> Evidence:
 
 @case("Y04 RAS names it", "kind of S2", first="COLLECTIVE_DIVERGED RANK_SPIN MISSING_RANK", never=HEALTHY, rank=5)
 def counts_name_the_rank_that_is_behind() -> Evidence:
-    e = unanswering(8)
+    e = b.unanswering(8)
     b.wait_for_gpu(e, 150.0, 700.0, 70_000)
     e.gpus[5].utilization = 0
     b.blocked_in(b.rank(e, 5), "futex_do_wait", "202 0x1")
@@ -81,7 +66,7 @@ def counts_name_the_rank_that_is_behind() -> Evidence:
 @case("Y05 sequence", "kind of D11", first="COLLECTIVE_DIVERGED RANK_SPIN MISSING_RANK",
       never=HEALTHY | {"KERNEL_SPIN"}, rank=1)  # fmt: skip
 def flight_recorder_shows_a_rank_one_behind() -> Evidence:
-    e = unanswering(4)
+    e = b.unanswering(4)
     b.wait_for_gpu(e, 150.0, 700.0, 70_000)
     e.flight = [FlightRecord(n, 40 if n == 1 else 41, "all_reduce", "started", [4096]) for n in range(4)]
     return e
@@ -99,7 +84,7 @@ def busy_gpus_that_nvlink_joins() -> Evidence:
 
 @case("Y07 real work", "look-alike of D14", first="BUSY_NOT_HUNG HEALTHY", never=HANGS | {"UNKNOWN"})
 def one_very_long_prompt() -> Evidence:
-    e = unanswering(8)
+    e = b.unanswering(8)
     e.log.quiet_seconds = 45.0
     for p in b.all_ranks(e):
         b.spin(p, user=0.6)
@@ -190,7 +175,7 @@ def tokenizer_worker_is_stuck() -> Evidence:
 
 @case("Y15 regular expression", "kind of E5", first="GRAMMAR_COMPILE", never=HANGS | HEALTHY)
 def regular_expression_is_made_an_automaton() -> Evidence:
-    e = unanswering(1)
+    e = b.unanswering(1)
     b.spin(b.rank(e, 0))
     frames = ["create_states_mapping (outlines_core/fsm/guide.py:90)", "__init__ (outlines/fsm/guide.py:40)"]
     b.stacks(e, {0: frames}, {0: "active+gil"})
@@ -254,7 +239,7 @@ def detokenizer_has_died() -> Evidence:
 
 @case("Y21 crash wait", "kind of S7a", first="RANK_CRASHED", never=HEALTHY | {"API_LOOP_BLOCKED", "RANK_SPIN"}, rank=1)
 def launcher_waits_for_core_dumps() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     b.blocked_in(b.launcher(e), "hrtimer_nanosleep", "230 0x0")
     e.log.crash, e.log.crash_label = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB.", "TP1"
     return e
@@ -263,7 +248,7 @@ def launcher_waits_for_core_dumps() -> Evidence:
 # ------------------------------------------------------------------ hosts
 @case("Y22 GSP", "kind of F5", first="XID", also="DRIVER_D_STATE", never=HEALTHY)
 def system_processor_of_a_gpu_does_not_answer() -> Evidence:
-    e = unanswering(8)
+    e = b.unanswering(8)
     e.kernel_log = ["[933.1] NVRM: Xid (PCI:0000:5d:00): 119, pid=203, Timeout after 6s of waiting for RPC response"]
     b.disk_sleep(b.rank(e, 3), "rwsem_down_write_slowpath", "os_acquire_rwlock_write", "nvidia_unlocked_ioctl")
     return e
@@ -294,14 +279,14 @@ def shared_memory_is_full_of_leftovers() -> Evidence:
 
 @case("Y26 terminal", "kind of row 33", first="STOPPED_PROCESS", never=HEALTHY | {"API_LOOP_BLOCKED"})
 def launcher_was_stopped_by_its_terminal() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     b.launcher(e).state = b.launcher(e).state_before = "T"
     return e
 
 
 @case("Y27 debugger", "kind of row 33", first="TRACER_ATTACHED", never=HEALTHY | {"RANK_SPIN"}, rank=1)
 def debugger_holds_a_rank() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     held = b.rank(e, 1)
     held.state = held.state_before = "t"
     held.tracer_pid = 5555
@@ -318,7 +303,7 @@ def healthy_server_that_writes_elsewhere() -> Evidence:
 
 @case("Y29 reader in D", "kind of row 32", first="STDOUT_PIPE_FULL", never=HEALTHY)
 def reader_of_the_log_waits_for_its_disk() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     writer = b.launcher(e)
     writer.stdout = writer.stderr = "pipe:[777]"
     writer.pipes = [PipeEnd(1, 777, "w", [60], peer_states="D"), PipeEnd(2, 777, "w", [60], peer_states="D")]
@@ -337,7 +322,7 @@ def disk_is_full_and_a_rank_was_killed() -> Evidence:
 
 @case("Y31 sick and busy", "mixed", first="XID", also="XID", never=HEALTHY)
 def gpu_reports_memory_errors_while_a_kernel_compiles() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     e.kernel_log = ["[940.0] NVRM: Xid (PCI:0000:1b:00): 95, pid=201, Uncontained ECC error"]
     e.processes.append(b.process(900, "compiler", ppid=200, cpu=0.9, name="ptxas"))
     return e
@@ -345,7 +330,7 @@ def gpu_reports_memory_errors_while_a_kernel_compiles() -> Evidence:
 
 @case("Y32 descriptors", "kind of row 27", first="NOFILE", never=HEALTHY)
 def descriptors_run_out_without_a_word() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     b.launcher(e).fd_count, b.launcher(e).fd_limit = 4096, 4096
     return e
 
@@ -353,7 +338,7 @@ def descriptors_run_out_without_a_word() -> Evidence:
 @case("Y33 nothing readable", "kind of F8", first="UNKNOWN API_LOOP_BLOCKED WARMUP_STALL RANK_SPIN", also="DIAG_BLIND",
       never=HEALTHY)  # fmt: skip
 def other_user_may_read_nothing() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     for p in e.processes:
         p.main = ThreadFacts(p.pid, p.name, "S")
     b.failed_probe(e, "py-spy TP0", "Permission denied (os error 13)")

@@ -3,60 +3,34 @@
 from __future__ import annotations
 
 from cases import builder as b
-from cases.part_x import DEAD
-from cases.part_y import unanswering
-from cases.table import HANGS, HEALTHY, case
-from fleetdump.agent.evidence_types import (
-    Evidence,
-    GpuFacts,
+from cases.table import DEAD, HANGS, HEALTHY, case
+from fleetdump.agent.evidence_engine import (
     HttpProbe,
-    LockFacts,
-    LockFile,
-    LogFacts,
-    PipeEnd,
     PortFacts,
+)
+from fleetdump.agent.evidence_host import GpuFacts, LockFacts, LockFile
+from fleetdump.agent.evidence_process import (
+    PipeEnd,
     ProcessFacts,
-    RankMarks,
     Stack,
-    Target,
     ThreadFacts,
 )
+from fleetdump.agent.evidence_types import Evidence
 
 BATON = ["wait (file_baton.py:43)", "_jit_compile (cpp_extension.py:9)"]
 
 
-def sparse(ranks: int) -> Evidence:
-    """As a person writes it by hand: nothing but what matters; silent for 300 s after the weights."""
-    e = Evidence(Target(1000, ranks=ranks, port=30000), 1796000000.0, 5.0)
-    main = ThreadFacts(1000, "python3", "S", wchan="pipe_wait", syscall="0 0x21 0x7f 0x4")
-    e.processes = [ProcessFacts(1000, 1, "launcher", "python3", 10, "S", main=main, syscall_fd=33)]
-    for n in range(ranks):
-        thread = ThreadFacts(2000 + n, "sglang", "S", wchan="futex_wait_queue_me")
-        e.processes.append(
-            ProcessFacts(2000 + n, 1000, "scheduler", "sglang::schedul", 11, "S", n, f"TP{n}", main=thread)
-        )
-    e.log = LogFacts("/var/log/llm/server.log", True, 9000, lines=217, quiet_seconds=300.0, phase="kv_pool")
-    e.log.ranks = [RankMarks(f"TP{n}", n, "kv_pool", ["weights begin", "weights end"]) for n in range(ranks)]
-    e.port = PortFacts(30000)
-    return e
-
-
-def spin(e: Evidence, n: int, cpu: float = 1.0) -> None:
-    p = next(p for p in e.processes if p.rank == n)
-    p.state, p.cpu, p.main = "R", cpu, ThreadFacts(p.pid, "sglang", "R", cpu=cpu, user_share=1.0, syscall="running")
-
-
 @case("Z01 sparse spin", "kind of H1", first="PARENT_WAITS_READY", never=HEALTHY | DEAD, rank=6, phase="kv_pool")
 def one_of_eight_spins() -> Evidence:
-    e = sparse(8)
-    spin(e, 6)
+    e = b.sparse(8)
+    b.spin_alone(e, 6)
     e.processes[0].pipes = [PipeEnd(33, 77, "r", [2006])]
     return e
 
 
 @case("Z02 sparse death", "kind of A1", first="PARENT_WAITS_DEAD_RANK", never=HEALTHY | {"PARENT_WAITS_READY"}, rank=2)
 def zombie_keeps_its_rank() -> Evidence:
-    e = sparse(4)
+    e = b.sparse(4)
     dead = e.processes[3]
     dead.state, dead.name, dead.exit_signal = "Z", "sglang", 9
     return e
@@ -64,14 +38,14 @@ def zombie_keeps_its_rank() -> Evidence:
 
 @case("Z03 sparse all asleep", "kind of B7", first="PARENT_WAITS_READY UNKNOWN", never=HEALTHY | DEAD)
 def nobody_does_anything() -> Evidence:
-    e = sparse(4)
+    e = b.sparse(4)
     e.log.quiet_seconds = 0.0
     return e
 
 
 @case("Z04 sparse healthy", "kind of E1", first="IDLE_OK", never=HANGS | {"UNKNOWN"})
 def health_is_all_there_is() -> Evidence:
-    e = sparse(2)
+    e = b.sparse(2)
     e.log.phase, e.log.ready = "serving", True
     e.port = PortFacts(30000, True, 1000, "python3", True)
     e.http = [HttpProbe("/health", 200, 1.01)]
@@ -81,7 +55,7 @@ def health_is_all_there_is() -> Evidence:
 @case("Z05 other user's port", "kind of F8", first="RANK_SPIN", never=HEALTHY | {"PORT_IN_USE", "PARENT_WAITS_READY"},
       rank=0)  # fmt: skip
 def owner_of_the_port_is_hidden() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     e.port = PortFacts(8000, True)
     b.spin(b.rank(e, 0))
     b.blocked_in(b.rank(e, 1), "futex_wait_queue", "202 0x1")
@@ -90,7 +64,7 @@ def owner_of_the_port_is_hidden() -> Evidence:
 
 @case("Z06 loaded machine", "kind of S2", first="RANK_SPIN", never=HEALTHY, rank=1)
 def spin_that_gets_half_a_core() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     b.spin(b.rank(e, 1), cpu=0.5)
     b.blocked_in(b.rank(e, 0), "futex_do_wait", "202 0x1")
     e.log.quiet_seconds = 30.0
@@ -99,7 +73,7 @@ def spin_that_gets_half_a_core() -> Evidence:
 
 @case("Z07 compiled code", "look-alike of C9", first="RANK_SPIN", never=HEALTHY | {"JIT_COMPILING"}, rank=0)
 def spin_inside_what_the_compiler_made() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     b.spin(b.rank(e, 0))
     b.blocked_in(b.rank(e, 1), "futex_do_wait", "202 0x1")
     frames = ["call (torch/_inductor/output_code.py:600)", "_fn (torch/_dynamo/eval_frame.py:900)", "forward (m.py:4)"]
@@ -109,7 +83,7 @@ def spin_inside_what_the_compiler_made() -> Evidence:
 
 @case("Z08 long prefill on the CPU", "look-alike of S2", first="BUSY_NOT_HUNG", never=HANGS | {"UNKNOWN", "RANK_SPIN"})
 def all_ranks_compute_for_half_a_minute() -> Evidence:
-    e = unanswering(2)
+    e = b.unanswering(2)
     e.log.quiet_seconds = 30.0
     for p in b.all_ranks(e):
         b.spin(p)
@@ -165,7 +139,7 @@ def one_worker_of_vllm_spins() -> Evidence:
 
 @case("Z13 old pipe names", "kind of row 32", first="STDOUT_PIPE_FULL", never=HEALTHY, rank=1)
 def writer_on_an_older_kernel() -> Evidence:
-    e = sparse(2)
+    e = b.sparse(2)
     p = e.processes[2]
     p.stdout = p.stderr = "pipe:[901]"
     p.pipes = [PipeEnd(1, 901, "w", [3000], peer_states="S")]
@@ -175,14 +149,14 @@ def writer_on_an_older_kernel() -> Evidence:
 
 @case("Z14 debugger stopped all", "kind of row 33", first="TRACER_ATTACHED", never=HEALTHY)
 def debugger_left_behind_in_the_launcher() -> Evidence:
-    e = sparse(2)
+    e = b.sparse(2)
     e.processes[0].state, e.processes[0].tracer_pid = "t", 777
     return e
 
 
 @case("Z15 all stopped", "kind of row 33", first="STOPPED_PROCESS", never=HEALTHY | {"PARENT_WAITS_READY"})
 def job_control_stopped_the_group() -> Evidence:
-    e = sparse(2)
+    e = b.sparse(2)
     for p in e.processes:
         p.state = p.state_before = "T"
     return e
@@ -190,7 +164,7 @@ def job_control_stopped_the_group() -> Evidence:
 
 @case("Z16 flock by name", "kind of C7", first="LOCK_WAIT", never=HEALTHY | {"JIT_STALE_LOCK"}, rank=1)
 def waiter_on_a_parallel_file_system() -> Evidence:
-    e = sparse(2)
+    e = b.sparse(2)
     e.locks = [LockFacts("FLOCK", 5, 0, 2001, "/lustre/home/u/.cache/x.lock", "lustre")]
     return e
 
@@ -205,7 +179,7 @@ def download_lock_held_by_another_process() -> Evidence:
 
 @case("Z18 stale torch extension", "kind of C5", first="JIT_STALE_LOCK", never=HEALTHY, rank=0)
 def baton_of_a_crashed_build() -> Evidence:
-    e = sparse(1)
+    e = b.sparse(1)
     e.uptime = 900.0
     e.stacks = [
         Stack(2000, "scheduler", "TP0", "idle", ["wait (file_baton.py:43)", "_jit_compile (cpp_extension.py:9)"])
@@ -217,7 +191,7 @@ def baton_of_a_crashed_build() -> Evidence:
 @case("Z19 fresh lock", "look-alike of C5", first="LOCK_WAIT JIT_COMPILING PARENT_WAITS_READY UNKNOWN",
       never=HEALTHY | {"JIT_STALE_LOCK"})  # fmt: skip
 def lock_file_of_this_very_start() -> Evidence:
-    e = sparse(2)
+    e = b.sparse(2)
     e.uptime = 900.0
     e.stacks = [
         Stack(2001, "scheduler", "TP1", "idle", ["wait (file_baton.py:43)", "_jit_compile (cpp_extension.py:9)"])
@@ -228,7 +202,7 @@ def lock_file_of_this_very_start() -> Evidence:
 
 @case("Z20 ptxas under the launcher", "kind of C1", first="JIT_COMPILING", never=HANGS)
 def autotune_compiles_without_a_rank() -> Evidence:
-    e = sparse(4)
+    e = b.sparse(4)
     e.processes.append(ProcessFacts(4000, 1000, "compiler", "ptxas", 12, "R", cpu=0.4))
     return e
 
@@ -246,10 +220,10 @@ def warmup_compiles_a_kernel() -> Evidence:
 
 @case("Z22 P2P at eight", "kind of D4", first="P2P_BLOCKED", never=HEALTHY | {"KERNEL_SPIN"}, phase="init")
 def eight_consumer_gpus() -> Evidence:
-    e = sparse(8)
+    e = b.sparse(8)
     b.at_phase(e, "init", "init begin")
     for n in range(8):
-        spin(e, n)
+        b.spin_alone(e, n)
     e.gpus = [GpuFacts(n, 100, 900, 95.0, 450.0) for n in range(8)]
     e.host.gpu_links = ["NODE", "SYS", "PHB"]
     return e

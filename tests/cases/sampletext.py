@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleetdump.agent.evidence_types import (
-    GpuFacts,
-    GpuProcess,
-    HttpProbe,
+from fleetdump.agent.evidence_engine import HttpProbe
+from fleetdump.agent.evidence_host import GpuFacts, GpuProcess
+from fleetdump.agent.evidence_process import (
     PipeEnd,
     ProcessFacts,
     Stack,

@@ -16,6 +16,12 @@ HANGS = frozenset({
 """Codes that call a server hung; forbidden wherever one is well or only slow."""
 
 
+DEAD = frozenset({
+    "PARENT_WAITS_DEAD_RANK", "API_ALIVE_ENGINE_DEAD", "RANK_CRASHED", "LAUNCHER_DIED", "OOM_KILLED",
+})  # fmt: skip
+"""Codes that call a process dead; forbidden wherever all of them live."""
+
+
 @dataclass(frozen=True)
 class Case:
     """``first``: codes that may come first. ``never``: codes that must not appear at all. ``also``: codes that must

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from cases import test_cases, test_recorded
+from cases import parts, test_recorded
 from cases.index import CODES_OF_THE_REPORTS, OF_CONNECTIONS, ORCHESTRATION, PUBLIC
 from cases.table import CASES
 from fleetdump.agent.evidence_types import Evidence
@@ -16,7 +16,7 @@ from fleetdump.diagnosis.codes import CODES
 
 ROOT = Path(__file__).parents[2]
 NAMES = {one.name for one in CASES}
-assert test_cases.PARTS  # the parts fill the table when they are imported
+assert parts.PARTS  # the parts fill the table when they are imported
 
 
 def numbers() -> set[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cases.convert import Sample, convert
-from fleetdump.agent.evidence_types import Evidence, HttpProbe
+from fleetdump.agent.evidence_engine import HttpProbe
+from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import from_json
 from fleetdump.diagnosis import MEASURED, OK, STALL, WAIT, diagnose
 

@@ -30,7 +30,7 @@ from fleetdump.diagnosis import STALL, Verdict
 from fleetdump.fleet import ConnectOptions, connect
 from fleetdump.fleet.pyspy import Program, PySpyMissing, py_spy
 from fleetdump.tasks.server import Diagnosis, Target, diagnose_host, status
-from tests.liverecord import Tally, loaded, record
+from tests.liverecord import FALSE_ALARM_RUNS, NEVER_HUNG, Tally, loaded, record
 
 HERE = Path(__file__).parent
 PROGRAMS = (HERE / "hangs" / "launch.py", HERE / "hangs" / "crowd.c")
@@ -479,7 +479,13 @@ def test_twenty_of_twenty_on_a_loaded_machine(lab: Lab, tmp_path_factory: pytest
                 tallies[case.name].count(f"{diagnosis!r}"[:300] if failed else judge(case, diagnosis))
                 if case.name in WORKING and not failed:
                     never_hung.count(stalls(diagnosis))
-            record("lab hosts, loaded machine", {**tallies, "a working server is not called hung": never_hung})
+            record("lab hosts, loaded machine", {**tallies, NEVER_HUNG: never_hung})
+        working = [case for case in playable() if case.name in WORKING]
+        while never_hung.runs < FALSE_ALARM_RUNS:
+            for diagnosis in play_all(lab, working, tmp_path_factory.mktemp("evidence")).values():
+                assert isinstance(diagnosis, Diagnosis), diagnosis
+                never_hung.count(stalls(diagnosis))
+            record("lab hosts, loaded machine", {**tallies, NEVER_HUNG: never_hung})
     assert not [name for name, tally in tallies.items() if tally.wrong], tallies
     assert not never_hung.wrong
 

@@ -18,7 +18,7 @@ import pytest
 
 from demo.sglang_cpu import recipe
 
-START_SECONDS = 240.0
+START_SECONDS = 480.0
 STOP_SECONDS = 20.0
 
 
@@ -85,6 +85,15 @@ def copy_of(installed: SglangEnv, tmp_path_factory: pytest.TempPathFactory) -> I
         yield replace(installed, python=copy / "bin" / "python")
     finally:
         shutil.rmtree(copy, ignore_errors=True)
+
+
+def no_other_models(packages: Path, architecture: str) -> dict[str, str]:
+    """Environment in which the SGLang in ``packages`` imports that model's module alone. At a start it imports those of
+    all, each process for itself, and the first time it compiles them."""
+    served = f"class {architecture}("
+    modules = sorted((packages / "sglang" / "srt" / "models").glob("*.py"))
+    others = [path.stem for path in modules if path.stem != "__init__" and served not in path.read_text()]
+    return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(others)}
 
 
 def free_port() -> int:

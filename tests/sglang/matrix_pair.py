@@ -28,7 +28,7 @@ from fleetdump.agent.patching import patch, revert
 from fleetdump.agent.patchrecord import FOLDER
 from fleetdump.agent.protocol import AgentFailure, PatchArgs, Request, RevertArgs, ServerSpec
 from fleetdump.patches import find_patch, load_patch
-from tests.sglang.cpuserver import RunningServer, SglangEnv, session_pids, start_server
+from tests.sglang.cpuserver import RunningServer, SglangEnv, no_other_models, session_pids, start_server
 from tests.sglang.test_tap_real import close_when_dead, tap_json
 
 SPEC = load_patch(find_patch("hidden-states"))
@@ -107,14 +107,8 @@ class Served:
     @property
     def environment(self) -> SglangEnv:
         args = tuple(self.pair.flags(recipe.SERVER_ARGS))
-        env = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(self.other_models())}
+        env = no_other_models(self.engine, self.architecture)
         return replace(SglangEnv(self.python, self.model, self.pair.release), args=args, env=env)
-
-    def other_models(self) -> list[str]:
-        """SGLang's modules of models that are not served. It imports them all at a start, which takes most of it."""
-        served = f"class {self.architecture}("
-        modules = sorted((self.engine / "sglang" / "srt" / "models").glob("*.py"))
-        return [path.stem for path in modules if path.stem != "__init__" and served not in path.read_text()]
 
     @property
     def log(self) -> Path:

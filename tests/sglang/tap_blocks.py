@@ -15,13 +15,15 @@ import threading
 import time
 import traceback
 import types
+import zlib
 
 import torch
 
 sys.path.insert(0, sys.argv[1])
-from fleetdump_tapblock import Blocks, NoRoomError, PlainLane, Rows
+from fleetdump_tapblock import Blocks, NoRoomError, PlainLane
 from fleetdump_tapfiles import TapWriter
 from fleetdump_taprecords import Config
+from fleetdump_taprows import Requests
 
 HIDDEN, SLOTS = 8, (0, 1, 2)
 ROW = len(SLOTS) * HIDDEN * 4
@@ -38,50 +40,57 @@ def blocks_of(ring_rows, device_rows, lane=None, **changes):
     return made
 
 
-def discard(some):
-    for load in some:
-        load.fetch()
-        load.release()
+def discard(load):
+    load.release()
 
 
 class Forward:
     """Rows of values that nobody else has, of some requests; ``foreign`` rows of others lie between them."""
 
     def __init__(self, number, sizes, foreign=0, runs=("r",)):
-        self.requests, self.ranges, at, first = [], [], 0, foreign
+        rids, lengths = [], []
         for index, rows in enumerate(sizes):
-            rid = f"fleetdump/{runs[index % len(runs)]}/s{number}-{index}/1"
-            self.requests.append(Rows(rid, at, rows, 10 * index))
-            self.ranges.append((first, rows))
-            at, first = at + rows, first + rows + foreign
-        self.ids = torch.arange(first) + 1000 * number
-        self.values = [torch.randn(first, HIDDEN) for _ in SLOTS]
+            rids += ["others", f"fleetdump/{runs[index % len(runs)]}/s{number}-{index}/1"]
+            lengths += [foreign, rows]
+        rids, lengths = [*rids, "others"], [*lengths, foreign]
+        self.requests = Requests.of(rids, lengths, [0] * len(rids), "fleetdump/")
+        self.ids = torch.arange(sum(lengths)) + 1000 * number
+        self.values = [torch.randn(sum(lengths), HIDDEN) for _ in SLOTS]
+        self.residual = torch.randn(sum(lengths), HIDDEN) if number % 2 else None
+
+    @property
+    def rids(self):
+        return [rows.rid for rows in self.requests.rows()]
 
     def expected(self):
-        found = {}
-        for rows, (first, count) in zip(self.requests, self.ranges, strict=True):
-            data = torch.stack([value[first : first + count] for value in self.values], dim=1)
-            ids = self.ids[first : first + count].to(torch.int32)
-            found[rows.rid] = (rows.start, data.numpy().tobytes(), ids.numpy().tobytes())
+        found, first = {}, 0
+        for rid, count in zip(self.requests.rids, self.requests.lengths, strict=True):
+            data = torch.stack(self.values, dim=1)[first : first + count]
+            if self.residual is not None:
+                data = data + self.residual[first : first + count, None]
+            if rid != "others":
+                ids = self.ids[first : first + count].to(torch.int32)
+                found[rid] = (0, data.numpy().tobytes(), ids.numpy().tobytes())
+            first += count
         return found
 
-    def run(self, blocks, take):
-        block = blocks.begin(self.ranges, self.values[0])
+    def ship(self, blocks):
+        """What the forward's thread does."""
+        block = blocks.begin(self.requests.ranges(), self.values[0])
         for slot, value in zip(SLOTS, self.values, strict=True):
-            blocks.fill(block, slot, value.clone())
+            blocks.fill(block, slot, value.clone(), self.residual)
         assert blocks.is_whole(block)
-        return blocks.hand_over(block, self.ids, self.requests, take)
+        return blocks.hand_over(block, self.ids, self.requests)
+
+    def run(self, blocks, deliver):
+        """The same, unloaded at once; gives the skips."""
+        return unload(self.ship(blocks), deliver)
 
 
-def fetched(loads):
-    """Takes loads as the courier does."""
-
-    def take(some):
-        for load in some:
-            load.fetch()
-        loads.extend(some)
-
-    return take
+def unload(shipment, deliver):
+    skips = []
+    shipment.unload(deliver, skips.extend)
+    return skips
 
 
 def taken(load):
@@ -92,7 +101,7 @@ def taken(load):
 
 def refusal(forward, blocks):
     try:
-        forward.run(blocks, None)
+        forward.ship(blocks)
     except NoRoomError as error:
         return error
     raise AssertionError("it was taken")
@@ -105,8 +114,7 @@ def late_copies_never_read_what_came_later():
         blocks, coming, loads, expected, got = blocks_of(200, 80, wait=0.0), [], [], {}, {}
 
         def fetch(coming=coming, loads=loads):
-            loads.append(coming.pop(0))
-            loads[-1].fetch()
+            assert unload(coming.pop(0), loads.append) == []
 
         def write(loads=loads, got=got):
             load = loads.pop(0)
@@ -121,10 +129,12 @@ def late_copies_never_read_what_came_later():
                 fetch()
             while len(loads) > 3 or (loads and source.random() < 0.3):
                 write()
-            while (left := attempt(forward, blocks, coming.extend)) is None:
+            while (shipment := attempt(forward, blocks)) is None:
                 waits += 1
                 fetch()
-            assert left == []
+                while len(loads) > 3:
+                    write()
+            coming.append(shipment)
         while coming:
             fetch()
         while loads:
@@ -134,10 +144,10 @@ def late_copies_never_read_what_came_later():
     assert waits > 100, "the device's buffer was never full"
 
 
-def attempt(forward, blocks, take):
-    """What ``run`` gives, None when the device's buffer is full."""
+def attempt(forward, blocks):
+    """What ``ship`` gives, None when the device's buffer is full."""
     try:
-        return forward.run(blocks, take)
+        return forward.ship(blocks)
     except NoRoomError as error:
         if error.reason != "backpressure":
             raise
@@ -156,59 +166,102 @@ def loads_may_be_given_back_in_any_order():
             loads = []
         forward = Forward(number, [source.randrange(1, 20)])
         expected.update(forward.expected())
-        assert forward.run(blocks, fetched(loads)) == []
+        assert forward.run(blocks, loads.append) == []
     for load in loads:
         got.update(taken(load))
     assert got == expected
 
 
 def a_full_ring_costs_one_wait_and_leaves_requests_out():
-    blocks, loads = blocks_of(20, 40, wait=0.3), []
-    assert Forward(0, [12]).run(blocks, fetched(loads)) == []
+    blocks, loads = blocks_of(24, 40, wait=0.3), []
+    assert Forward(0, [12, 4]).run(blocks, loads.append) == []
     began = time.monotonic()
-    left = [len(Forward(n, [12]).run(blocks, fetched(loads))) for n in range(1, 20)]
-    assert left == [1] * 19
-    waited = time.monotonic() - began
-    assert 0.3 <= blocks.gauge().waited <= waited < 4.0, waited
-    assert "of the ring's 20 rows wait" in blocks.no_room()
-    loads.pop().release()
-    assert Forward(99, [12]).run(blocks, fetched(loads)) == []
+    skips = [skip for n in range(1, 20) for skip in Forward(n, [12]).run(blocks, loads.append)]
+    assert [skip.reason for skip in skips] == ["backpressure"] * 19
+    assert "of the ring's 24 rows wait" in skips[0].detail
+    assert 0.3 <= blocks.gauge().waited <= time.monotonic() - began < 4.0
+    while loads:
+        loads.pop().release()
+    assert Forward(99, [12]).run(blocks, loads.append) == []
+
+
+def a_forward_waits_for_the_devices_buffer_once_and_no_longer_than_it_may():
+    blocks, loads = blocks_of(200, 20, wait=0.3), []
+    shipment = Forward(0, [12]).ship(blocks)
+    began = time.monotonic()
+    for number in range(1, 20):
+        error = refusal(Forward(number, [12]), blocks)
+        assert (error.reason, "20 rows is not emptied" in str(error)) == ("backpressure", True)
+    assert 0.3 <= time.monotonic() - began < 4.0
+    assert unload(shipment, loads.append) == []
+    assert Forward(99, [12]).run(blocks, loads.append) == []
 
 
 def what_fits_of_a_forward_is_taken():
     blocks, loads = blocks_of(20, 60, wait=0.0), []
     forward = Forward(0, [8, 8, 8], runs=("r", "q"))  # neighbours of one run would be one load
-    left = forward.run(blocks, fetched(loads))
-    assert [rows.rid for rows in left] == [forward.requests[2].rid]
-    assert [rid for load in loads for rid in load.rids] == [rows.rid for rows in forward.requests[:2]]
+    left = forward.run(blocks, loads.append)
+    assert [skip.rid for skip in left] == [forward.rids[2]]
+    assert [rid for load in loads for rid in load.rids] == forward.rids[:2]
 
 
 def a_forward_larger_than_the_ring_passes_while_it_is_emptied():
     blocks, got = blocks_of(10, 200, wait=60.0), {}
     forward = Forward(0, [6] * 30, runs=("r", "q"))
 
-    def write(some):
-        for load in some:
-            load.fetch()
-            time.sleep(0.001)
-            got.update(taken(load))
-            load.release()
+    def write(load):
+        time.sleep(0.001)
+        got.update(pieces_of(load))
+        load.release()
 
-    def take(some):
-        threading.Thread(target=write, args=(some,)).start()
-
-    assert forward.run(blocks, take) == []
+    assert forward.run(blocks, lambda load: threading.Thread(target=write, args=(load,)).start()) == []
     end = time.monotonic() + 60
-    while len(got) < 30 and time.monotonic() < end:
+    while len(got) < 60 and time.monotonic() < end:  # each in two parts
         time.sleep(0.01)
-    assert got == forward.expected()
+    assert joined(got) == forward.expected()
 
 
-def a_piece_larger_than_the_ring_is_left_out_at_once():
-    blocks = blocks_of(10, 100, wait=30.0)
-    began = time.monotonic()
-    assert len(Forward(0, [11]).run(blocks, [].extend)) == 1
-    assert time.monotonic() - began < 10
+def pieces_of(load):
+    return {(piece.rid, piece.start): (bytes(piece.data), bytes(piece.ids)) for piece in load.pieces()}
+
+
+def joined(parts):
+    """Pieces of ``pieces_of`` joined by rid, as ``Forward.expected`` has them."""
+    found = {}
+    for (rid, start), (data, ids) in sorted(parts.items()):
+        have = found.setdefault(rid, (0, b"", b""))
+        assert len(have[1]) == start * ROW, "no gap"
+        found[rid] = (0, have[1] + data, have[2] + ids)
+    return found
+
+
+def a_piece_larger_than_the_ring_goes_in_parts_as_it_is_emptied():
+    """Of a forward among others: what follows it goes on where it ended."""
+    blocks, got = blocks_of(10, 400, wait=60.0), {}
+    forward = Forward(0, [3, 137, 4])
+
+    def write(load):
+        time.sleep(0.001)
+        got.update(pieces_of(load))
+        load.release()
+
+    assert forward.run(blocks, lambda load: threading.Thread(target=write, args=(load,)).start()) == []
+    end = time.monotonic() + 60
+    while blocks.gauge().used and time.monotonic() < end:
+        time.sleep(0.01)
+    assert joined(got) == forward.expected()
+    assert max(len(data) for data, _ in got.values()) <= 5 * ROW
+
+
+def a_piece_larger_than_a_ring_that_is_not_emptied_is_one_skip():
+    blocks, loads = blocks_of(10, 100, wait=0.0), []
+    forward = Forward(0, [30])
+    assert [(skip.rid, skip.reason) for skip in forward.run(blocks, loads.append)] == [
+        (forward.rids[0], "backpressure")
+    ]
+    for load in loads:
+        load.release()
+    assert blocks.gauge().used == 0
 
 
 def a_forward_larger_than_the_devices_buffer_is_refused_with_the_settings_names():
@@ -224,6 +277,10 @@ def no_memory_is_a_reason_and_not_an_exception():
     assert "no buffers of" in str(refusal(Forward(0, [1]), blocks))
 
 
+def one_request(rows):
+    return Requests.of(["fleetdump/r/a/1"], [rows], [0], "fleetdump/")
+
+
 def a_process_may_fill_some_slots_only():
     """A pipeline stage; its slots keep their numbers."""
     blocks, loads = Blocks(config(100, 100), (1, 4)), []
@@ -233,7 +290,7 @@ def a_process_may_fill_some_slots_only():
     assert not blocks.is_whole(block)
     blocks.fill(block, 1, values[1])
     assert blocks.is_whole(block)
-    blocks.hand_over(block, torch.arange(5), [Rows("fleetdump/r/a/1", 0, 5, 0)], fetched(loads))
+    assert unload(blocks.hand_over(block, torch.arange(5), one_request(5)), loads.append) == []
     (piece,) = loads[0].pieces()
     assert piece.shape == [5, 2, HIDDEN]
     assert bytes(piece.data) == torch.stack([values[1], values[4]], dim=1).numpy().tobytes()
@@ -245,9 +302,33 @@ def another_dtype_than_the_norms_gets_other_buffers():
     block = blocks.begin([(0, 3)], value)
     for slot in SLOTS:
         blocks.fill(block, slot, value)
-    blocks.hand_over(block, torch.arange(3), [Rows("fleetdump/r/a/1", 0, 3, 0)], fetched(loads))
+    assert unload(blocks.hand_over(block, torch.arange(3), one_request(3)), loads.append) == []
     (piece,) = loads[0].pieces()
     assert (piece.dtype, piece.data.nbytes) == ("BF16", ROW // 2 * 3)
+
+
+def rows_are_the_same_however_they_are_put_into_the_block():
+    """Few and many rows, of widths that fit into 64-bit items and not, whole forwards and parts, a view of a larger
+    buffer: what is written is ``states + residual``, bit for bit."""
+    source = random.Random(7)
+    for number in range(60):
+        dtype, hidden = source.choice([torch.bfloat16, torch.float16, torch.float32]), source.choice([3, 6, 8, 40])
+        rows, foreign = source.choice([5, 2048, 2500]), source.choice([0, 1, 700])
+        buffer = torch.randn(rows + foreign + 1, hidden).to(dtype)
+        states = buffer[1:] if number % 3 else buffer[1:].clone()
+        residual = torch.randn(rows + foreign, hidden).to(dtype) if number % 2 else None
+        expected = (states if residual is None else states + residual)[foreign:]
+        item = dtype.itemsize * hidden * len(SLOTS)
+        settings = Config("main", "1f0c77aa", [0, 1], "/nowhere", 1 << 20, 1 << 16, 1.0, 8000 * item, 1, 4000 * item)
+        blocks, loads = Blocks(settings, SLOTS), []
+        requests = Requests.of(["others", "fleetdump/r/a/1"], [foreign, rows], [0, 0], "fleetdump/")
+        block = blocks.begin(requests.ranges(), states)
+        for slot in SLOTS:
+            blocks.fill(block, slot, states, residual)
+        assert unload(blocks.hand_over(block, torch.arange(rows + foreign), requests), loads.append) == []
+        found = torch.frombuffer(bytearray(loads[0].pieces()[0].data), dtype=torch.uint8)
+        wanted = torch.stack([expected] * len(SLOTS), dim=1).contiguous().view(torch.uint8).flatten()
+        assert torch.equal(found, wanted), (number, dtype, hidden, rows, foreign)
 
 
 def buffers_outlive_inference_mode():
@@ -260,27 +341,35 @@ def buffers_outlive_inference_mode():
 
 def a_failed_copy_gives_its_rows_back():
     class Broken(PlainLane):
-        def fetch(self, mark, pairs):
+        def fetch(self, pairs):
             raise RuntimeError("CUDA error")
 
-    blocks, loads = blocks_of(20, 20, Broken(), wait=0.0), []
-    for number in range(5):
-        assert Forward(number, [15]).run(blocks, loads.extend) == []
-        load = loads.pop()
-        try:
-            load.fetch()
-        except RuntimeError:
-            load.release()
-    assert blocks.gauge().used == 0
+    class Lost(PlainLane):
+        def wait(self, mark):
+            raise RuntimeError("CUDA error")
+
+    for lane in (Broken(), Lost()):
+        blocks, loads = blocks_of(40, 20, lane, wait=0.0), []
+        for number in range(5):
+            forward = Forward(number, [15])
+            skips = forward.run(blocks, loads.append)
+            assert [(skip.rid, skip.reason) for skip in skips] == [(forward.rids[0], "capture_error")]
+            assert "CUDA error" in skips[0].detail
+        assert (loads, blocks.gauge().used) == ([], 0)
 
 
 def a_forward_that_came_to_no_end_gives_its_rows_back():
-    blocks, loads = blocks_of(40, 20, wait=0.0), []
+    blocks, loads = blocks_of(60, 20, wait=0.0), []
     for number in range(5):
         forward = Forward(number, [15])
-        blocks.begin(forward.ranges, forward.values[0])
-    assert Forward(9, [15]).run(blocks, fetched(loads)) == []
-    assert Forward(10, [15]).run(blocks, fetched(loads)) == []
+        blocks.begin(forward.requests.ranges(), forward.values[0])
+    try:
+        blocks.hand_over(blocks.begin([(0, 15)], forward.values[0]), None, forward.requests)
+        raise AssertionError("ids of None were taken")
+    except TypeError:
+        pass
+    assert Forward(9, [15]).run(blocks, loads.append) == []
+    assert Forward(10, [15]).run(blocks, loads.append) == []
 
 
 def memory_stays_bounded_while_the_disk_is_slow():
@@ -311,13 +400,14 @@ def memory_stays_bounded_while_the_disk_is_slow():
             continue
         for slot in SLOTS:
             blocks.fill(block, slot, value)
-        rows = [Rows(f"fleetdump/r/s{sent}/1", 0, 10, 0)]
-        left += len(blocks.hand_over(block, torch.arange(10), rows, writer.take))
+        requests = Requests.of([f"fleetdump/r/s{sent}/1"], [10], [0], "fleetdump/")
+        writer.take(blocks.hand_over(block, torch.arange(10), requests))
         time.sleep(0.005)
         if sent % 50 == 0:
             grown.append(resident())
     assert writer.drain(60)
     written = writer._counts.rows // 10
+    left += writer._counts.skips["backpressure"]
     writer.stop()
     shutil.rmtree(directory)
     fleetdump_tapshard._write_all = real
@@ -327,6 +417,42 @@ def memory_stays_bounded_while_the_disk_is_slow():
     assert blocks.gauge().used == 0
     # The buffers are 7 MB, touched as they are used; what was left out would have been tens of times that.
     assert grown[-1] - grown[len(grown) // 3] < 32 << 20, grown
+
+
+def a_sample_of_128k_tokens_and_interleaved_chunks_pass_through_small_buffers():
+    """Two prompts of 131,072 tokens whose chunks take turns, and short prompts between them: 120 MiB through a ring of
+    6 MiB and half as much before it. Nothing is left out, and memory stays what the buffers are."""
+    tokens, chunk, hidden, directory = 1 << 17, 2048, 40, tempfile.mkdtemp()
+    row = len(SLOTS) * hidden * 4
+    settings = Config("main", "1f0c77aa", [0, 1], directory, 1 << 25, 1 << 16, 60.0, 6 << 20, 1, 3 << 20, 2)
+    settings.max_wait_seconds = 60.0
+    blocks = Blocks(settings, SLOTS)
+    writer, expected, grown, peak = TapWriter(settings, 0, None, gauge=blocks.gauge), {}, [], 0
+    for number in range(2 * tokens // chunk):
+        rids = [f"fleetdump/r/long{number % 2}/1", "others", f"fleetdump/r/short{number}/1"]
+        lengths, starts = [chunk, 1, 5], [number // 2 * chunk, 0, 0]
+        requests = Requests.of(rids, lengths, starts, "fleetdump/")
+        states, ids = torch.randn(sum(lengths), hidden), torch.arange(sum(lengths))
+        block = blocks.begin(requests.ranges(), states)
+        for slot in SLOTS:
+            blocks.fill(block, slot, states)
+        writer.take(blocks.hand_over(block, ids, requests))
+        for rid, first, count, start in ((rids[0], 0, chunk, starts[0]), (rids[2], chunk + 1, 5, 0)):
+            data = states[first : first + count, None].expand(count, len(SLOTS), hidden).contiguous()
+            expected[rid, start] = zlib.crc32(data.numpy().tobytes())
+        peak = max(peak, blocks.gauge().peak)
+        grown.append(resident())
+    assert writer.drain(60)
+    assert dict(writer._counts.skips) == {}
+    writer.stop()
+    with open(f"{directory}/r/journal-main-1f0c77aa-r0.jsonl") as file:
+        lines = [line for line in map(json.loads, file) if line["kind"] == "piece"]
+    shutil.rmtree(directory)
+    assert {(line["rid"], line["start"]): line["crc32"] for line in lines} == expected
+    assert sum(line["rows"] for line in lines if "long" in line["rid"]) == 2 * tokens
+    assert 0 < peak <= 6 << 20
+    assert 2 * tokens * row >= 20 * (6 << 20)
+    assert grown[-1] - grown[len(grown) // 3] < 16 << 20, grown
 
 
 def resident():
@@ -374,13 +500,14 @@ def a_lane_copies_in_small_parts_one_at_a_time():
         torch.cuda = real
     source = torch.randn(10, len(SLOTS), HIDDEN)
     target = torch.empty_like(source)
-    lane.fetch(mark, [(target, source)])
+    lane.wait(mark)
+    lane.fetch([(target, source)])
     assert torch.equal(target, source)
     assert log == ["record", "wait", *["record", "wait"] * 4], log
 
 
 CASES = [value for name, value in list(globals().items()) if callable(value) and getattr(value, "__code__", None)]
-HELPERS = (config, blocks_of, taken, refusal, fetched, discard, attempt, resident)
+HELPERS = (config, blocks_of, taken, refusal, discard, attempt, resident, unload, pieces_of, joined, one_request)
 results = {}
 for case in CASES:
     if case in HELPERS:

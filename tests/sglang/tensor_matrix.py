@@ -3,13 +3,16 @@
 ``python -m tests.sglang.tensor_matrix`` (``make test-matrix``) fetches the releases with pip and makes tiny models,
 both in ``build/``, then serves each pair of the covering set once, on the CPU, with the patch as the agent delivers
 it. How each went is kept at once in ``bench/results/tensor_matrix.json``: run again, it goes on with what is missing,
-failed, or was run with another patch. Prints one JSON object; ends with 1 when a pair failed.
+failed, or was run with another patch. Two may run side by side on different releases (``--only``). Prints one JSON
+object; ends with 1 when a pair failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
+import fcntl
 import hashlib
 import json
 import os
@@ -38,13 +41,16 @@ FAMILIES = (
     *("deepseek-v3", "llama", "qwen3-moe", "qwen2", "qwen3", "qwen2-moe", "glm4-moe", "glm4-moe-lite"),
     *("minimax-m2", "gpt-oss", "qwen3-next"),
 )
+REQUIRED = FAMILIES[:2]
+"""Of these every release must be right with one rank and with two."""
 DELIVERIES = ("in-place", "import-hook")
 LAST_RESIDUAL, SNAPSHOT = "0.5.20", "0.5.23"
 """Releases for the two kinds of edit: the loop has a local ``residual``, or asks ``residual_batch.snapshot``."""
 COVERING = (
     "each release x model at TP 1, where over a model's releases both deliveries meet the prefix cache on and off;"
-    f" each model at TP 2 on {LAST_RESIDUAL} and {SNAPSHOT} (one release for each kind of edit), there with the other"
-    " delivery and cache than at TP 1; the overlap scheduler and mixed chunks on both kinds of edit; always chunked"
+    f" at TP 2 {' and '.join(REQUIRED)} on each release, the others on {LAST_RESIDUAL} and {SNAPSHOT} (one release for"
+    " each kind of edit), with the other delivery and cache than at TP 1; the overlap scheduler and mixed chunks on"
+    " both kinds of edit; always chunked"
 )
 SPANNING = (
     Pair("0.5.9", "llama", 1, "import-hook"),
@@ -71,7 +77,11 @@ def covering_set() -> list[Pair]:
             delivery = DELIVERIES[(number + model_number) % 2]
             settings = ("radix",) if (number + model_number) // 2 % 2 else ()
             single[release, model] = Pair(release, model, 1, delivery, settings)
-    double = [_opposite(single[release, model]) for model in FAMILIES for release in (LAST_RESIDUAL, SNAPSHOT)]
+    double = [
+        _opposite(single[release, model])
+        for model in FAMILIES
+        for release in (RELEASES if model in REQUIRED else (LAST_RESIDUAL, SNAPSHOT))
+    ]
     extra = [
         Pair(release, model, 1, DELIVERIES[number], (setting,))
         for number, (release, model) in enumerate([(LAST_RESIDUAL, "llama"), (SNAPSHOT, "deepseek-v3")])
@@ -84,7 +94,7 @@ def covering_set() -> list[Pair]:
 
 def _is_first(pair: Pair) -> bool:
     """The families that are asked of every release, and every family on the newest."""
-    return pair.model in FAMILIES[:2] or (pair.release, pair.tp) == (SNAPSHOT, 1)
+    return pair.model in REQUIRED or (pair.release, pair.tp) == (SNAPSHOT, 1)
 
 
 def _opposite(pair: Pair) -> Pair:
@@ -120,11 +130,27 @@ def model(name: str) -> Path:
 
 
 def identity() -> str:
-    """Of the patch and the import hook, as far as they decide what is captured: the beginning of a SHA-256. Which
-    releases the patch calls verified is no part of it."""
+    """Of all that decides what is captured: edits, flags, the tap's code and the import hook's; the beginning of a
+    SHA-256. Comments, docstrings and layout of the code are no part of it, nor what the patch refuses or calls
+    verified. Python releases write syntax trees differently: with another one, outcomes count as older."""
     edits = [replace(edit, verified=[]) for edit in SPEC.edits]
-    text = json.dumps(to_json(replace(SPEC, sha256="", edits=edits)), sort_keys=True)
-    return hashlib.sha256((text + Path(sitehook.__file__).read_text()).encode()).hexdigest()[:12]
+    flags = [(arg.flag, arg.first_release, arg.last_release) for arg in SPEC.release_args]
+    code = {name: tree_of(text) for name, text in SPEC.files.items()}
+    code["sitehook"] = tree_of(Path(sitehook.__file__).read_text())
+    decisive = [to_json(edits), SPEC.server_args, flags, SPEC.architectures, code]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def tree_of(source: str) -> str:
+    """The syntax tree of a module, without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):  # texts that are statements are documentation
+            node.body = [  # type: ignore[attr-defined]
+                part for part in body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+            ]
+    return ast.dump(tree)
 
 
 # --------------------------------------------------------------------------- results
@@ -168,20 +194,29 @@ def write_results(results: dict[str, Outcome]) -> dict[str, Any]:
     return made
 
 
+def keep(key: str, outcome: Outcome) -> dict[str, Any]:
+    """Add one outcome to what is there by now: runs of different releases may go on side by side."""
+    folder = os.open(RESULTS.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        return write_results({**read_results(), key: outcome})
+    finally:
+        os.close(folder)
+
+
 def is_done(row: Outcome, retry: bool) -> bool:
     """Whether a pair needs no server: it was run with the present patch, and did not fail (unless ``retry`` is off)."""
     return row.patch == identity() and not (retry and row.state == "failed")
 
 
-def run(pairs: Iterable[Pair], results: dict[str, Outcome]) -> None:
-    """Serve each pair and keep how it went."""
+def run(pairs: Iterable[Pair]) -> None:
+    """Serve each pair and keep how it went. No other run may serve the same release: its engine is patched."""
     for pair in pairs:
         folder = Path(tempfile.mkdtemp(prefix="fleetdump-matrix-"))
         outcome = try_pair(Served(pair, recipe.PYTHON, engine(pair.release), model(pair.model), folder))
         outcome.patch = identity()
         outcome.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        results[pair.key] = outcome
-        write_results(results)
+        keep(pair.key, outcome)
         words = outcome.why or f"max_rel_err {outcome.max_rel_err:.2g}"
         if outcome.state == "failed":
             words += f" (log: {folder})"
@@ -209,8 +244,8 @@ def main() -> None:
     if arguments.list:
         print("\n".join(pair.key for pair in missing))
         return
-    run(missing, results)
-    made = write_results(results)
+    run(missing)
+    made = summary(read_results())
     print(json.dumps(made, indent=1))
     sys.exit(1 if made["failed"] else 0)
 

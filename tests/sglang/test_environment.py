@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import urllib.request
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from demo.sglang_cpu import recipe
 from tests.sglang.cpuserver import copy_of, session_pids, start_server
@@ -49,15 +51,6 @@ for row in json.load(sys.stdin):
                   "layers": {"input": [1, 3, 5]},
                   "token_shard": {"shard": name + ".t", "ids": "ids", "mask": "mask"}})
 (out / "manifest.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
-"""
-
-SPOIL = """
-import sys
-from safetensors.torch import load_file, save_file
-path, key, index, by = sys.argv[1:]
-tensors = load_file(path)
-tensors[key].view(-1)[int(index)] += type(tensors[key].view(-1)[0].item())(float(by))
-save_file(tensors, path)
 """
 
 
@@ -106,13 +99,19 @@ def test_masks_and_margins_are_exact(sglang_env, conversations):
         assert fact["margin"] >= 1e-3, row["id"]
 
 
-@pytest.fixture
-def collected(sglang_env, conversations, tmp_path):
+@pytest.fixture(scope="module")
+def right(sglang_env, conversations, tmp_path_factory):
     """A right manifest and right shards of a few conversations, each in two pieces."""
-    rows = conversations[:3]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_python(sglang_env, COLLECTED, tmp_path, stdin=json.dumps(rows))
-    return tmp_path
+    rows, folder = conversations[:3], tmp_path_factory.mktemp("right")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_python(sglang_env, COLLECTED, folder, stdin=json.dumps(rows))
+    return folder
+
+
+@pytest.fixture
+def collected(right, tmp_path):
+    """A copy of it that may be spoilt."""
+    return shutil.copytree(right, tmp_path / "collected")
 
 
 def reference_check(env, folder):
@@ -122,8 +121,11 @@ def reference_check(env, folder):
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env.env})
 
 
-def spoil(env, path, key, index, by):
-    subprocess.run([str(env.python), "-c", SPOIL, str(path), key, str(index), str(by)], check=True)
+def spoil(path, key, index, by):
+    tensors = load_file(path)
+    flat = tensors[key].reshape(-1)
+    flat[index] += flat.dtype.type(by)
+    save_file({**tensors, key: flat.reshape(tensors[key].shape)}, path)
 
 
 def test_the_check_passes_right_data(sglang_env, collected):
@@ -135,15 +137,15 @@ def test_the_check_passes_right_data(sglang_env, collected):
 def test_the_check_finds_every_kind_of_fault(sglang_env, collected):
     manifest = collected / "manifest.jsonl"
     first, second, third = manifest.read_text().splitlines(keepends=True)
-    spoil(sglang_env, collected / "host" / "c01.s", "b", 7, 0.01)
-    spoil(sglang_env, collected / "host" / "c06.t", "mask", 0, 1)
+    spoil(collected / "host" / "c01.s", "b", 7, 0.01)
+    spoil(collected / "host" / "c06.t", "mask", 0, 1)
     manifest.write_text(first + second + second)
     found = json.loads(reference_check(sglang_env, collected).stdout)
     assert 1e-4 < found["max_rel_err"] < 1
     assert found["worst"].startswith("c01")
     assert (found["lost"], found["duplicated"], found["wrong_masks"]) == ([json.loads(third)["id"]], ["c06"], ["c06"])
 
-    spoil(sglang_env, collected / "host" / "c06.t", "ids", 0, 1)
+    spoil(collected / "host" / "c06.t", "ids", 0, 1)
     assert json.loads(reference_check(sglang_env, collected).stdout)["wrong_ids"] == ["c06"]
 
     gap = json.loads(first)
@@ -152,7 +154,8 @@ def test_the_check_finds_every_kind_of_fault(sglang_env, collected):
     assert "are missing" in reference_check(sglang_env, collected).stderr
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # every other test with a server shows it too
+@pytest.mark.parametrize("tp", [1, 2])
 def test_a_server_by_hand_answers_and_leaves_nothing(sglang_env, tmp_path, tp):
     with start_server(sglang_env, tmp_path / "server.log", tp=tp) as server:
         body = {"input_ids": [4, 40, 5], "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}}

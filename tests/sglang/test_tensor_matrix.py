@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +75,9 @@ def test_the_covering_set_covers_what_it_says() -> None:
     assert single == set(itertools.product(matrix.RELEASES, matrix.FAMILIES))
     for model in matrix.FAMILIES:
         mine = [pair for pair in pairs if pair.model == model]
-        assert {pair.release for pair in mine if pair.tp == 2} == {matrix.LAST_RESIDUAL, matrix.SNAPSHOT}
-        for release in (matrix.LAST_RESIDUAL, matrix.SNAPSHOT):
+        both = set(matrix.RELEASES) if model in matrix.REQUIRED else {matrix.LAST_RESIDUAL, matrix.SNAPSHOT}
+        assert {pair.release for pair in mine if pair.tp == 2} == both
+        for release in both:
             one, two = (next(p for p in mine if p.release == release and p.tp == tp) for tp in (1, 2))
             assert one.delivery != two.delivery
             assert ("radix" in one.settings) != ("radix" in two.settings)
@@ -102,6 +105,27 @@ def test_a_pair_is_run_again_when_it_failed_or_the_patch_changed() -> None:
     assert matrix.is_done(Outcome("failed", patch=mine), False)
 
 
+def test_the_identity_is_of_what_decides_and_of_nothing_else() -> None:
+    source = '''"""What it is."""\n\n\ndef f(x):\n    """What it does."""\n    return x  # as it is\n'''
+    assert matrix.tree_of(source) == matrix.tree_of("def f(x):\n  return (x)")
+    assert matrix.tree_of(source) != matrix.tree_of(source.replace("return x", "return -x"))
+
+
+@pytest.mark.parametrize("part", ["files", "edits", "flags", "verified", "refused"])
+def test_outcomes_are_older_when_what_decides_changes(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = matrix.identity()
+    first = SPEC.edits[0]
+    changed = {
+        "files": {"files": {**SPEC.files, "fleetdump_tap.py": SPEC.files["fleetdump_tap.py"] + "\nX = 1\n"}},
+        "edits": {"edits": [replace(first, insertions=first.insertions[:1]), *SPEC.edits[1:]]},
+        "flags": {"release_args": SPEC.release_args[1:]},
+        "verified": {"edits": [replace(first, verified=["0.5.99"]), *SPEC.edits[1:]]},
+        "refused": {"refused_args": [], "version": "5"},
+    }[part]
+    monkeypatch.setattr(matrix, "SPEC", replace(SPEC, **changed))
+    assert (matrix.identity() == before) == (part in ("verified", "refused"))
+
+
 def test_results_survive_a_restart_and_say_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "RESULTS", tmp_path / "results.json")
     one, two, three = (pair.key for pair in matrix.covering_set()[:3])
@@ -117,6 +141,14 @@ def test_results_survive_a_restart_and_say_what_went_wrong(tmp_path: Path, monke
     assert made["skipped"] == [{"pair": three, "why": "ValueError: no such backend"}]
     assert made["older"] == 1
     assert len(made["not_run"]) == len(matrix.covering_set()) - 3
+
+
+def test_runs_side_by_side_keep_each_others_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path / "results.json")
+    keys = [pair.key for pair in matrix.covering_set()[:12]]
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda key: matrix.keep(key, Outcome("passed", max_rel_err=1e-6)), keys))
+    assert set(matrix.read_results()) == set(keys)
 
 
 # --------------------------------------------------------------------------- judging

@@ -279,6 +279,8 @@ class TestAudit:
             (["--tokenizer-path", "/m"], ["--tokenizer-path", "/m"]),
             (["--max-total-tokens", "9"], ["--max-total-tokens", "9"]),
             (["--ssl-keyfile", "/k"], ["--ssl-keyfile", "/k"]),
+            (["--api-k", "s3"], ["--api-k", "***"]),
+            (["--admin_api_key=s3"], ["--admin_api_key=***"]),
         ],
     )
     def test_secrets_in_arguments(self, argv: list[str], clean: list[str]) -> None:

@@ -185,6 +185,7 @@ TWO_MODELS = PLAIN + PLAIN[PLAIN.index("class") :].replace("LlamaModel", "OtherM
         pytest.param(PLAIN, {"first_release": "0.5.21"}, "release 0.5.20 is outside 0.5.21 to any", id="too old"),
         pytest.param(PLAIN, {"last_release": "0.5.9"}, "release 0.5.20 is outside any to 0.5.9", id="too new"),
         pytest.param("def f(:\n", {}, "cannot parse the module", id="not Python"),
+        pytest.param("", {}, "no class .*Model with method forward", id="no byte"),
         pytest.param(PLAIN.replace("layer(", "other("), {}, "and a layer loop", id="no layer loop"),
         pytest.param(PLAIN + "    def forward(self):\n        pass\n", {}, "defined 2 times", id="method twice"),
     ],

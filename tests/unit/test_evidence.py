@@ -23,7 +23,9 @@ import pytest
 from fleetdump.agent import evidence as collecting
 from fleetdump.agent import healthy, scrub, targets
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.evidence_types import Evidence, MemoryFacts, ProcessFacts, Target, WatchFacts
+from fleetdump.agent.evidence_host import MemoryFacts
+from fleetdump.agent.evidence_process import ProcessFacts
+from fleetdump.agent.evidence_types import Evidence, Target, WatchFacts
 from fleetdump.agent.probes import gpu, host, net, stacks, strace
 from fleetdump.agent.probes.bounded import ProbeFailed, Probes, run_command
 from fleetdump.agent.probes.logfile import LogReader
@@ -496,6 +498,8 @@ def test_an_oom_kill_in_another_container_is_not_ours() -> None:
     assert host.oom_lines(lines, 0, MemoryFacts(), "/docker/a/worker") == ours, "the limit above it"
     assert host.oom_lines(lines, 0, MemoryFacts(), "/docker/b") == []
     assert host.oom_lines(lines, 0, MemoryFacts(), "/") == []
+    assert host.oom_lines(lines, 0, MemoryFacts(), "") == [], "whose it is cannot be told"
+    assert host.oom_lines(lines[2:], 0, MemoryFacts(), "/docker/a") == [], "the line that tells its group is cut off"
     assert host.oom_lines(lines, 0, MemoryFacts(oom_kills=1), "/") == ours, "a container that counts kills itself"
 
 

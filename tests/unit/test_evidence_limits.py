@@ -23,9 +23,12 @@ import pytest
 from fleetdump.agent import evidence as collecting
 from fleetdump.agent import procfs, targets, tools
 from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.evidence_engine import PortFacts
 from fleetdump.agent.evidence_files import harmless
+from fleetdump.agent.evidence_host import CgroupFacts
+from fleetdump.agent.evidence_process import ProcessFacts, Stack
 from fleetdump.agent.evidence_report import write_bundle
-from fleetdump.agent.evidence_types import CgroupFacts, Evidence, PortFacts, ProcessFacts, Stack, Target
+from fleetdump.agent.evidence_types import Evidence, Target
 from fleetdump.agent.guard import Guard, Stuck
 from fleetdump.agent.probes import bounded, cgroup, descriptors, gpu, host, logfile, process, reach, stacks
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command

@@ -92,6 +92,8 @@ def test_what_the_patch_needs_or_does_not_know_cannot_be_left_out() -> None:
         ["--enable-torch-compile"],
         ["--enable_torch_compile"],  # as a key of a configuration file may be written
         ["--enable-pdmux"],
+        ["--nnodes", "2"],
+        ["--nnod=2"],
     ],
 )
 def test_what_ours_cannot_be_right_with_is_refused_by_every_name(args: list[str]) -> None:
@@ -105,6 +107,7 @@ def test_what_ours_cannot_be_right_with_is_refused_by_every_name(args: list[str]
     [
         [],
         ["--attn-cp-size", "1"],
+        ["--nnodes", "1"],
         ["--moe-a2a-backend", "none"],
         ["--moe-a2a-backend=None"],
         ["--cuda-graph-backend-prefill", "disabled"],

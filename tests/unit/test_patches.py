@@ -330,6 +330,20 @@ def test_a_directory_with_one_diff_or_script_is_a_patch(tmp_path: Path, monkeypa
         load_patch(directory)
 
 
+PROBE = """
+name: probe
+version: "1"
+files: [probe.py]
+architectures: {TinyForCausalLM: [sglang.srt.models.tiny]}
+edits:
+  - module: sglang.srt.models.tiny
+    class: TinyModel
+    method: forward
+    verified: [0.5.19]
+    insertions: [{at: module-imports, lines: [import probe]}]
+"""
+
+
 def fleetdump(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fleetdump", "patches", *args]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
@@ -344,8 +358,9 @@ def test_list_and_show(changes: Path) -> None:
     listed = fleetdump("list", cwd=changes.parent)
     assert listed.returncode == 2
     assert "wrong/patch.yaml:1: key 'version' is missing" in listed.stderr
-    for text in ("hidden-states", "any", "sglang/x.py, what apply_it.py changes"):
-        assert text in " ".join(listed.stdout.split())
+    listing = " ".join(listed.stdout.split())
+    for text in ("hidden-states", "mine 2", "(records call it any)", "sglang/x.py, what apply_it.py changes"):
+        assert text in listing
     shown = fleetdump("show", "mine", cwd=changes.parent)
     assert shown.returncode == 0
     assert "diff sglang.patch, releases 0.5.10 to 0.5.20, tested on 0.5.20" in shown.stdout
@@ -368,7 +383,45 @@ def test_a_dry_run_against_an_interpreter_of_this_machine(tmp_path: Path, monkey
     assert "+a = 1" in done.stdout
     assert engine.tree() == before
 
+    by_hook = fleetdump("test", "./mine", "--python", engine.python, "--delivery", "import-hook", cwd=tmp_path)
+    assert by_hook.returncode == 1
+    assert "cannot be delivered by the import hook" in by_hook.stderr
+
     (engine.site / "sglang" / "x.py").write_bytes(b"b = 1\n")
     refused = fleetdump("test", "./mine", "--python", engine.python, cwd=tmp_path)
     assert refused.returncode == 1
     assert "does not fit sglang 0.5.20" in refused.stderr
+
+
+def test_a_dry_run_of_the_hook_says_that_no_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of what it shows, which files no test has run, and that nobody said what model is served."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine = install(tmp_path / "venv")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "patch.yaml").write_text(PROBE)
+    (tmp_path / "mine" / "probe.py").write_text("")
+    before = engine.tree()
+
+    in_place = fleetdump("test", "./mine", "--python", engine.python, cwd=tmp_path)
+    by_hook = fleetdump("test", "./mine", "--python", engine.python, "--delivery", "import-hook", cwd=tmp_path)
+
+    assert "new file" in in_place.stdout
+    assert "no file changes: the launched process imports what is shown here" in by_hook.stdout
+    assert "new module probe.py (0 characters), in the hook's folder" in by_hook.stdout
+    assert "new file" not in by_hook.stdout
+    for done in (in_place, by_hook):
+        assert done.returncode == 0, done.stderr
+        said = " ".join(done.stdout.split())
+        assert "no test has run it on sglang 0.5.20 in sglang.srt.models.tiny" in said
+        assert "no config.json says which" in said
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
+    known = fleetdump("test", "./mine", "--python", engine.python, "--model", str(tmp_path / "model"), cwd=tmp_path)
+    assert "in sglang.srt.models.tiny\n" in known.stdout
+    assert engine.tree() == before
+    assert "--model goes with --python" in fleetdump("test", "./mine", "--model", "m", cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize("command", ["list", "show", "test"])
+def test_every_command_has_an_example(command: str, tmp_path: Path) -> None:
+    assert f"fleetdump patches {command}" in fleetdump(command, "--help", cwd=tmp_path).stdout.split("Example", 1)[1]

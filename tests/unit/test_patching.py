@@ -148,6 +148,45 @@ def test_a_hard_link_of_another_environment_is_not_written_through(engine: Insta
     assert (tmp_path / "cache.py").read_bytes() == MODEL
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        MODEL.replace(b"\n", b"\r\n"),
+        MODEL.replace(b"    ", b"\t"),
+        b"# -*- coding: latin-1 -*-\n# caf\xe9\n" + MODEL,
+        b"\xef\xbb\xbf" + MODEL,
+        MODEL.rstrip(b"\n"),
+    ],
+    ids=["crlf", "tabs", "latin-1", "byte order mark", "no newline at the end"],
+)
+def test_odd_files_get_the_lines_and_come_back_to_the_byte(tmp_path: Path, source: bytes) -> None:
+    made = install(tmp_path / "venv", model=source)
+    before = made.tree()
+
+    assert patch(PatchArgs(made.python, spec()), context(tmp_path)).after.state == "ours"
+    patched = made.model.read_bytes()
+    assert patched.count(b"# fleetdump:probe@1") == 3
+    assert b"".join(line for line in patched.splitlines(keepends=True) if b"# fleetdump:" not in line) == source
+    assert (b"\r\n" in source) == (b"probe@1\r\n" in patched)
+    undo(made, tmp_path)
+
+    assert made.tree() == before
+
+
+@pytest.mark.parametrize(
+    "source", [b"", b"\xff\xfe\x00", b"# caf\xe9\n" + MODEL], ids=["0 bytes", "binary", "not UTF-8"]
+)
+def test_a_file_that_is_no_such_module_is_refused_and_left(tmp_path: Path, source: bytes) -> None:
+    made = install(tmp_path / "venv", model=source)
+    before = made.tree()
+
+    error = failure(lambda: patch(PatchArgs(made.python, spec()), context(tmp_path))).error
+
+    assert (error.code, error.where) == ("conflict", str(made.model))
+    assert "does not fit" in error.what
+    assert made.tree() == before
+
+
 # --------------------------------------------------------------------------- models choose the files
 @pytest.fixture
 def two(engine: Install) -> PatchSpec:

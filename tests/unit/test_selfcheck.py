@@ -256,20 +256,83 @@ def all_rows_alike(written: Written) -> Written:
     return written
 
 
+def every_last_row_not_finite(written: Written) -> Written:
+    """As a model whose last layer overflows: each prompt alone, in each batch and on each rank."""
+    written.rows[-1, -1] = np.nan
+    return written
+
+
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "dtype", "said", "cause"),
     [
-        (at(3, 1, np.nan), "slot 1: 1 of 6442 rows not finite, first in alone-300"),
-        (at(3, 0, np.inf), "not finite"),
-        (at(9, 2, 0.0), "1 of 6442 rows all zero"),
-        (at(9, 2, 2.5), "1 of 6442 rows one value only"),
-        (all_rows_alike, "1 prompts with the same row for all tokens, first in alone-2100"),
+        (at(3, 1, np.nan), "BF16", "slot 1: 1 of 6442 rows not finite, first in alone-300", "not_finite"),
+        (at(3, 0, np.inf), "F32", "not finite", "not_finite"),
+        (every_last_row_not_finite, "BF16", "slot 3: 78 of 6442 rows not finite", "not_finite"),
+        (at(9, 2, 0.0), "F32", "1 of 6442 rows all zero", "blank_rows"),
+        (at(9, 2, 2.5), "BF16", "1 of 6442 rows one value only", "blank_rows"),
+        (all_rows_alike, "F32", "1 prompts with the same row for all tokens, first in alone-2100", "blank_rows"),
     ],
 )
-def test_values_that_no_state_has(tmp_path: Path, in_process: None, broken: Break, said: str) -> None:
-    result = Tapped(tmp_path, broken=broken, dtype="BF16").check()
+def test_values_that_no_state_has(
+    tmp_path: Path, in_process: None, broken: Break, dtype: str, said: str, cause: str
+) -> None:
+    """Other checks may fail for the same reason; none of them names another."""
+    result = Tapped(tmp_path, broken=broken, dtype=dtype).check()
     assert "values" in failed(result)
     assert said in text_of(result, "values")
+    assert result.causes == [cause], result.checks
+
+
+class Damaged(Tapped):
+    """A server whose disk does not keep what was written: ``damage`` happens to the files named by ``pattern``."""
+
+    pattern = "shard-*.safetensors"
+    damage: Callable[[Path], None]
+
+    def _close_writers(self) -> None:
+        super()._close_writers()
+        for path in Path(self.capture.dir).glob(f"selfcheck-*/{self.pattern}"):
+            self.damage(path)
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 40)
+
+
+def cut_off_in_the_header(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def one_bit(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x40]))
+
+
+@pytest.mark.parametrize("damage", [cut_off, cut_off_in_the_header, one_bit, os.unlink])
+def test_what_the_disk_does_not_give_back_is_named_and_is_no_fault_of_the_tap(
+    tmp_path: Path, in_process: None, damage: Callable[[Path], None]
+) -> None:
+    tapped = Damaged(tmp_path)
+    tapped.damage = damage
+    result = tapped.check()
+    assert (failed(result), result.causes) == ({"rows"}, ["disk"]), result.checks
+    assert "shard-main-" in text_of(result, "rows")
+
+
+def test_copies_of_ranks_that_the_disk_does_not_give_back(tmp_path: Path, in_process: None) -> None:
+    def other_bits(written: Written) -> Written:
+        written.rows *= 1 + 1e-7 * written.rank
+        return written
+
+    tapped = Damaged(tmp_path, ranks=2, broken=other_bits)
+    tapped.pattern, tapped.damage = "ranks/shard-*.safetensors", cut_off
+    result = tapped.check()
+    assert (failed(result), result.causes) == ({"ranks"}, ["disk"]), result.checks
+    tapped = Tapped(tmp_path / "right", ranks=2, broken=other_bits)
+    assert tapped.check().passed, "no more than rounding"
 
 
 def test_ranks_that_did_not_write_at_all(tmp_path: Path, in_process: None) -> None:

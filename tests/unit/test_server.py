@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from fleetdump.agent import procfs
-from fleetdump.agent.arguments import merge_arguments
+from fleetdump.agent.arguments import merge_arguments, option_value, options_meant
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.jsonl import write_json
 from fleetdump.agent.launch import launch
+from fleetdump.agent.launchplan import plan
 from fleetdump.agent.protocol import (
     AgentFailure,
     CaptureSpec,
@@ -235,6 +236,7 @@ def test_what_is_missing_is_named_and_nothing_is_left_half_done(
         ServerSpec("../x", server.python, server.model_path, server.port),
         ServerSpec("main", server.python, server.model_path, server.port, args=["--port", "1"]),
         ServerSpec("main", server.python, server.model_path, server.port, args=["--tp=4"]),
+        ServerSpec("main", server.python, server.model_path, server.port, args=["--data_parallel_s", "2"]),
     ):
         assert failure(LaunchArgs(spec), ctx).error.code == "usage"
     assert not (ctx.state.root / "servers").exists()
@@ -261,6 +263,46 @@ def test_a_failed_replace_leaves_the_old_server_running(server: ServerSpec, ctx:
 )
 def test_arguments_of_the_patch_are_added_once_and_never_override(first, more, merged) -> None:
     assert merge_arguments(first, more) == merged
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("--tp-size", ["--tp-size"]),
+        ("--tp", ["--tp-size"]),  # no option of SGLang, but argparse knows what is meant
+        ("--tp_s", ["--tp-size"]),
+        ("--model", ["--model"]),  # an option, although --model-path begins so
+        ("--model-p", ["--model-path"]),
+        ("--t", ["--tp-size", "--tensor-parallel-size"]),
+        ("--", []),
+        ("", []),
+        ("--tp-size-per-node", []),
+        ("tp-size", []),
+    ],
+)
+def test_an_option_is_known_however_it_is_written(name: str, meant: list[str]) -> None:
+    assert options_meant(name, ["--model", "--model-path", "--tp-size", "--tensor-parallel-size"]) == meant
+
+
+def test_the_value_of_an_option_is_that_of_the_last() -> None:
+    names = ("--tp-size", "--tensor-parallel-size")
+    for words, value in (
+        (["--tp-size", "2"], "2"),
+        (["--tensor=4", "--port", "1"], "4"),
+        (["--tp-size=2", "--tensor-parallel-size", "8"], "8"),
+        (["--tp-sizes", "2"], "none"),
+        (["--tp-size"], ""),
+        (["2"], "none"),
+    ):
+        assert option_value(words, names, "none") == value
+
+
+def test_a_configuration_file_does_not_decide_what_the_inventory_does(server: ServerSpec) -> None:
+    """In SGLang the command line wins over the file of --config, where the same options may stand."""
+    assert not {"--dp-size", "--pp-size"} & set(plan(LaunchArgs(server)).argv)
+    server.args += ["--config", "/some/where.yaml"]
+    argv = plan(LaunchArgs(server)).argv
+    assert (option_value(argv, ["--dp-size"]), option_value(argv, ["--pp-size"])) == ("1", "1")
 
 
 # --------------------------------------------------------------------------- stop

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -28,6 +29,7 @@ sys.path.insert(0, str(PATCH))
 
 import fleetdump_tapfiles as tapfiles  # type: ignore[import-not-found]  # noqa: E402
 import fleetdump_taprecords as taprecords  # type: ignore[import-not-found]  # noqa: E402
+import fleetdump_taprows as taprows  # type: ignore[import-not-found]  # noqa: E402
 
 WRITER = Writer("main", "1f0c77aa", "r0")
 ROWS = 4
@@ -139,6 +141,20 @@ def test_a_shard_closes_when_full_of_bytes_or_of_names(config: Any, start: Any) 
     assert sum("1f0c77aa" in name for name in closed) == 3
     assert sum("00000002" in name for name in closed) > 2
     assert verify_directory(directory(config)).faults == []
+
+
+def test_the_longest_name_fits_into_the_smallest_header(config: Any, start: Any) -> None:
+    piece, writer = a_piece(1), start(header_bytes=taprecords.LEAST_HEADER)
+    sample = quote("\N{PILE OF POO}" * 200, safe="")
+    piece.rid = f"fleetdump/{'r' * 64}/{sample}/999999999"
+    assert taprows.RID.match(piece.rid)
+    piece.start = 10**9
+    writer.put([piece])
+    writer.stop()
+    run = directory(config, "r" * 64)
+    assert verify_directory(run).faults == []
+    assert verify_directory(run).shards == 1
+    assert not list(run.glob("*.part"))
 
 
 def test_a_request_that_runs_again_does_not_break_the_header(config: Any, start: Any) -> None:

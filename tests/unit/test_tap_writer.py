@@ -56,6 +56,10 @@ class HeldLoad(taprecords.PlainLoad):  # type: ignore[misc]
         self.released.set()
 
 
+def shipped(*loads: Any) -> Any:
+    return taprecords.PlainShipment(loads)
+
+
 def starts(config: Any) -> list[int]:
     return [record.start for record in journal(config) if isinstance(record, PieceRecord)]
 
@@ -69,7 +73,7 @@ def test_lines_come_in_the_order_of_the_forwards_whoever_is_done_first(config: A
     """A piece that begins at 0 voids what its request had before: it must not come after the others."""
     writer = start()
     first = HeldLoad(a_piece(1))
-    writer.take([first])
+    writer.take(shipped(first))
     for at in range(1, 20):
         writer.put([a_piece(1, start=at * ROWS)])
         time.sleep(0.01)
@@ -85,8 +89,8 @@ def test_threads_write_into_shards_of_their_own_and_few_are_open_without_need(co
     writer = start()
     held = [HeldLoad(a_piece(n)) for n in range(3)]
     for number, load in enumerate(held):
-        writer.take([load])
-        wait_for(lambda started=number: len(writer._queue) == 0 and started >= 0, 60)
+        writer.take(shipped(load))
+        wait_for(lambda started=number + 1: writer._writers == started, 60)
     for load in held:
         load.come.set()
     assert writer.drain(60)
@@ -102,7 +106,8 @@ def test_threads_write_into_shards_of_their_own_and_few_are_open_without_need(co
 def test_a_stuck_load_keeps_neither_the_forward_nor_other_runs(config: Any, start: Any) -> None:
     writer = start()
     stuck = HeldLoad(a_piece(1))
-    writer.take([stuck])
+    writer.take(shipped(stuck))
+    wait_for(lambda: writer._writers, 60)
     writer.put([a_piece(2, run="r2")])
     wait_for(lambda: (directory(config, "r2") / WRITER.journal).exists() and len(journal(config, "r2")) == 1, 60)
     assert not writer.drain(0.1)
@@ -116,12 +121,40 @@ def test_a_load_that_cannot_be_read_is_a_skip_and_gives_its_memory_back(config: 
             raise RuntimeError("CUDA error: an illegal memory access")
 
     writer, load = start(), Broken(a_piece(1))
-    writer.take([load])
+    writer.take(shipped(load))
     writer.put([a_piece(2)])
     assert writer.drain(60)
     assert load.released.is_set()
     assert skips(config) == [("s1", "io_error")]
     assert starts(config) == [0]
+
+
+@pytest.mark.parametrize("share", [1 << 30, 1])
+def test_threads_are_woken_for_what_others_will_not_do_soon(
+    config: Any, start: Any, monkeypatch: pytest.MonkeyPatch, share: int
+) -> None:
+    """Each thread that runs takes the interpreter from the model's."""
+    monkeypatch.setattr(tapfiles, "SHARE_BYTES", share)
+    monkeypatch.setattr(tapfiles, "REPORT_SECONDS", 60.0)  # what waits for a second is nobody's little work
+    at_once, peak, real, lock = [0], [0], os.pwritev, threading.Lock()
+
+    def pwritev(*args: Any) -> int:
+        with lock:
+            at_once[0] += 1
+            peak[0] = max(peak[0], at_once[0])
+        time.sleep(0.02)
+        with lock:
+            at_once[0] -= 1
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    writer = start()
+    for number in range(40):
+        writer.put([a_piece(number)])
+        time.sleep(0.005)
+    assert writer.drain(60)
+    assert (peak[0] > 1) is (share == 1)
+    assert starts(config) == [0] * 40
 
 
 # --------------------------------------------------------------------------- faults of the disk
@@ -189,8 +222,8 @@ def test_a_directory_removed_under_busy_threads_is_made_anew(config: Any, start:
     held = HeldLoad(a_piece(1))
     writer.put([a_piece(0)])
     assert writer.drain(60)
-    writer.take([held])
-    wait_for(lambda: not writer._queue)
+    writer.take(shipped(held))
+    wait_for(lambda: writer._writers, 60)
     for path in directory(config).iterdir():
         path.unlink()
     directory(config).rmdir()
@@ -229,7 +262,9 @@ def test_the_fsync_policy_says_what_is_made_durable(
     assert verify_directory(directory(config)).faults == []
 
 
-@pytest.mark.parametrize("wrong", [{"fsync": "sometimes"}, {"threads": 0}, {"v": 2}, {"queue_bytes": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"fsync": "sometimes"}, {"threads": 0}, {"header_bytes": 4095}, {"v": 2}, {"queue_bytes": 1}]
+)
 def test_a_configuration_with_unknown_values_is_refused(config: Any, tmp_path: Path, wrong: dict[str, Any]) -> None:
     path = tmp_path / "tap.json"
     path.write_text(json.dumps({**dataclasses.asdict(config), **wrong}))

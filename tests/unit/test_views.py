@@ -22,11 +22,11 @@ from fleetdump.agent.protocol import (
     StatusResult,
 )
 from fleetdump.diagnosis import Verdict
-from fleetdump.errors import HostError, UnreachableError
+from fleetdump.errors import HostError, UnreachableError, UsageError
 from fleetdump.tasks.deploy import DeployReport, ServerReport
 from fleetdump.tasks.selfcheck import ServerCheck
 from fleetdump.tasks.server import Diagnosis
-from fleetdump.views import console, hosts, progress, selfcheck
+from fleetdump.views import console, hosts, patches, progress, selfcheck
 from fleetdump.views.console import HostResult, SafeConsole, print_error, print_json, quoted, visible
 
 EVIL = "\x1b]0;title\x07\x1b[31m[red]x[/red] :bug: \x9b2J \u202egpj\nerror: forged\r"
@@ -129,6 +129,14 @@ def test_json_keeps_every_byte_and_one_line(captured: Capture) -> None:
     assert err == ""
 
 
+def test_json_names_the_kind_of_an_error(captured: Capture) -> None:
+    dropped = UnreachableError("no login", "h1", code="SSH_THROTTLED")
+    print_json(HostResult("h1", "status", "unreachable", dropped))
+    print_json(HostResult("h1", "status", "failed", UsageError("no such server")))
+    records = [json.loads(line) for line in captured()[0].splitlines()]
+    assert [record["error"]["code"] for record in records] == ["SSH_THROTTLED", ""]
+
+
 @given(st.text())
 def test_visible_leaves_nothing_that_steers(text: str) -> None:
     shown = visible(text)
@@ -187,3 +195,13 @@ def test_a_run_that_waits_says_for_what_once(capsys: pytest.CaptureFixture[str])
         for _ in range(3):
             view.update("gpu01", share)
     assert capsys.readouterr().err.count(f"[gpu01/main] {share.detail}\n") == 1
+
+
+def test_a_diff_has_its_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    made = SafeConsole(file=stream, force_terminal=True, color_system="standard", soft_wrap=True, highlight=False)
+    monkeypatch.setattr(patches, "out", made)
+    patches.show_diff("--- a\n+++ b\n@@ -1 +1 @@\n-old\n+new\n same")
+    for text, style in (("+++ b", "1"), ("@@ -1 +1 @@", "36"), ("-old", "31"), ("+new", "32")):
+        assert f"\x1b[{style}m{text}\x1b[0m\n" in stream.getvalue()
+    assert "\n same\n" in stream.getvalue()

@@ -7,7 +7,7 @@ import re
 from typing import Dict, List, Optional, Tuple
 
 from fleetdump.agent import procfs
-from fleetdump.agent.evidence_types import CgroupFacts, CpuFacts, Pressure
+from fleetdump.agent.evidence_host import CgroupFacts, CpuFacts, Pressure
 
 ROOT = "/sys/fs/cgroup"
 UNLIMITED = 1 << 60

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Dict, Iterable, List, Optional, Set, Tuple
 
 from fleetdump.agent import procfs
-from fleetdump.agent.evidence_types import PipeEnd, ProcessFacts, SocketFacts
+from fleetdump.agent.evidence_process import PipeEnd, ProcessFacts, SocketFacts
 from fleetdump.agent.guard import Guard, Stuck
 from fleetdump.agent.probes.bounded import ProbeFailed
 from fleetdump.agent.probes.net import enter_network_of, tcp_table

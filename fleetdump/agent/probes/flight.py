@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any, Dict, List
 
-from fleetdump.agent.evidence_types import FlightRecord
+from fleetdump.agent.evidence_engine import FlightRecord
 from fleetdump.agent.probes.bounded import ProbeFailed
 
 DEFAULT_PREFIX = "/tmp/nccl_trace_rank_"  # noqa: S108  PyTorch's own default

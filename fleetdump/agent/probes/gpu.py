@@ -7,7 +7,7 @@ import time
 from typing import Dict, List, Optional
 
 from fleetdump.agent import procfs
-from fleetdump.agent.evidence_types import GpuFacts, GpuProcess
+from fleetdump.agent.evidence_host import GpuFacts, GpuProcess
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 
 QUERY = "index,utilization.gpu,memory.used,power.draw,power.limit,memory.total,name,uuid"

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Dict, FrozenSet, Iterable, Iterator, List, Set, Tuple
 
 from fleetdump.agent import procfs
-from fleetdump.agent.evidence_types import DiskFacts, LockFacts, LockFile, MemoryFacts
+from fleetdump.agent.evidence_host import (
+    DiskFacts,
+    LockFacts,
+    LockFile,
+    MemoryFacts,
+)
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 from fleetdump.agent.probes.cgroup import cgroup_path
 
@@ -43,6 +48,7 @@ _KERNEL = re.compile(
     re.IGNORECASE,
 )
 _MEMCG = re.compile(r"oom-kill:constraint=CONSTRAINT_MEMCG.*oom_memcg=(?P<group>[^,]+).*,pid=(?P<pid>\d+)")
+_AT_A_LIMIT = re.compile(r"Memory cgroup out of memory")
 _PID = re.compile(r"Killed process (\d+)|oom-kill:.*,pid=(\d+)")
 _SINCE_BOOT = re.compile(r"\[\s*(?P<seconds>\d+\.\d+)\]")
 _LOCK = re.compile(
@@ -92,16 +98,19 @@ def oom_lines(lines: Iterable[str], start_time: int, memory: MemoryFacts, group:
     """Lines that name an out-of-memory kill after the clock tick ``start_time`` (0: whenever).
 
     A kill at the limit of another memory cgroup than ``group``, the server's, is left out: it is another container's on
-    the same kernel. Inside a container ``group`` is "/" whatever the kernel calls it: then the group's own count of
-    kills in ``memory`` decides.
+    the same kernel; so is one of which the lines do not tell the cgroup (the log's beginning is cut off), or where
+    ``group`` is not known. Inside a container ``group`` is "/" whatever the kernel calls it: then the group's own count
+    of kills in ``memory`` decides.
     """
     earliest = start_time / procfs.TICKS_PER_SECOND
     recent = [line for line in lines if _OOM.search(line) and _seconds_since_boot(line) >= earliest]
-    if group and (group != "/" or not memory.oom_kills):
-        limits = {m["pid"]: m["group"] for line in recent if (m := _MEMCG.search(line))}
-        foreign = {pid for pid, limit in limits.items() if not f"{group}/".startswith(f"{limit.rstrip('/')}/")}
-        recent = [line for line in recent if not (pid := _PID.search(line)) or (pid[1] or pid[2]) not in foreign]
-    return recent
+    if group == "/" and memory.oom_kills:
+        return recent
+    limits = {m["pid"]: m["group"] for line in recent if (m := _MEMCG.search(line))}
+    above = {pid for pid, limit in limits.items() if group and f"{group}/".startswith(f"{limit.rstrip('/')}/")}
+    at_a_limit = {*limits, *(m[1] or m[2] for line in recent if _AT_A_LIMIT.search(line) and (m := _PID.search(line)))}
+    foreign = at_a_limit - above
+    return [line for line in recent if not (m := _PID.search(line)) or (m[1] or m[2]) not in foreign]
 
 
 def _seconds_since_boot(line: str) -> float:

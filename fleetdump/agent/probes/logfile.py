@@ -10,7 +10,7 @@ import time
 from typing import BinaryIO, Dict, List
 
 from fleetdump.agent import logmarks
-from fleetdump.agent.evidence_types import LogFacts, RankMarks
+from fleetdump.agent.evidence_engine import LogFacts, RankMarks
 from fleetdump.agent.probes.logtroubles import Troubles, split_lines
 from fleetdump.agent.scrub import scrub
 
@@ -76,6 +76,8 @@ class LogReader:
             zero_statistics=self._troubles.zero_statistics,
             fallbacks=_fallbacks(marks),
             waits_for_lock=self._troubles.waits_for_lock(),
+            bad_argument=self._troubles.usage.refused,
+            nearest_argument=self._troubles.usage.nearest(),
             tail=[scrub(line) for line in marks.tail],
             unterminated=not self._ends_with_newline(),
         )

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Deque, Dict, List, Tuple
 
+from fleetdump.agent.probes.logusage import Usage
 from fleetdump.agent.scrub import scrub
 
 EXCERPT = 500
@@ -34,9 +35,10 @@ TROUBLES: Tuple[Tuple[str, re.Pattern[str]], ...] = tuple(
         ("detokenizer_silent", "(?i:no response from (?:the )?detokenizer)"),
         ("loopback_fallback", "loopback address", "(?i:unable to resolve (?:the )?hostname)",
          r"hostname.{0,40}cannot be (?:resolved|retrieved)"),
-        ("ipv4_unreachable", "Network is unreachable", "Address family not supported"),
+        ("ipv4_unreachable", "Network is unreachable", "Address family not supported",
+         "(?i:connect.{0,80}cannot assign requested address)"),
         ("cannot_bind", r"(?<!98\] )error while attempting to bind(?!.*in use)",
-         "(?i:cannot assign requested address|could not bind(?!.*in use))"),
+         "(?i:^(?!.*connect).*cannot assign requested address|could not bind(?!.*in use))"),
         ("hub_failed", r"(?:huggingface|modelscope|hf\.co|cas-bridge).{0,120}(?i:timed? ?out|max retries|unreachable)"),
         ("startup_timeout", r"(?i:(?:start|initiali[sz]e|ready)\w*.{0,40}(?:timed out|within \d+))"),
     )
@@ -67,12 +69,14 @@ class Troubles:
     interfaces: Dict[int, str] = field(default_factory=dict)
     last: Deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     zero_statistics: int = 0
+    usage: Usage = field(default_factory=Usage)
 
     def feed(self, line: str) -> None:
         """Take one line of the log."""
         line = line.strip()
         if not line:
             return
+        self.usage.feed(line)
         line = line[: 4 * EXCERPT]
         self.last.append(line)
         for name, pattern in TROUBLES:

@@ -13,7 +13,9 @@ from typing import Dict, List, Sequence
 
 from fleetdump.agent import procfs
 from fleetdump.agent.access import authorization
-from fleetdump.agent.evidence_types import HttpProbe, PortFacts, SocketFacts, Target
+from fleetdump.agent.evidence_engine import HttpProbe, PortFacts
+from fleetdump.agent.evidence_process import SocketFacts
+from fleetdump.agent.evidence_types import Target
 from fleetdump.agent.probes.bounded import ProbeFailed
 from fleetdump.agent.scrub import scrub_argv
 

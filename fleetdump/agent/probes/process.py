@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Callable, Dict, List, Optional, Tuple
 
 from fleetdump.agent import procfs
-from fleetdump.agent.evidence_types import ProcessFacts, ThreadFacts
+from fleetdump.agent.evidence_process import ProcessFacts, ThreadFacts
 from fleetdump.agent.guard import Guard, Stuck
 from fleetdump.agent.probes.descriptors import Holders, Outside, Sockets, collect_pipes, describe
 from fleetdump.agent.scrub import scrub_argv
@@ -52,20 +52,22 @@ class Ticks:
 @dataclass
 class Snapshot:
     """All processes of a server; ``at`` is a ``time.monotonic()`` value, and ``read_at`` when the threads of each
-    process were read: on a crowded host the last one's turn comes a second after the first one's."""
+    process were read: on a crowded host the last one's turn comes a second after the first one's. ``target`` is the
+    process that was asked for: it is looked at closely whatever it is."""
 
     at: float
     processes: Dict[int, procfs.ProcSample] = field(default_factory=dict)
     threads: Dict[int, Dict[int, Ticks]] = field(default_factory=dict)
     read_at: Dict[int, float] = field(default_factory=dict)
+    target: int = 0
 
 
 def snapshot(pid: int, session: int, now: float) -> Snapshot:
     """Sample the launcher ``pid``, its descendants and its session."""
     samples = {sample.pid: sample for sample in procfs.server_processes(pid, session)}
-    taken = Snapshot(now, samples)
+    taken = Snapshot(now, samples, target=pid)
     for member, sample in samples.items():
-        if sample.role in DETAILED_ROLES:
+        if sample.role in DETAILED_ROLES or member == pid:
             taken.read_at[member] = time.monotonic()
             taken.threads[member] = read_threads(member)
     return taken
@@ -107,17 +109,17 @@ def compare(first: Snapshot, second: Snapshot, log: str) -> Compared:
     facts = _without_crowd([_counted(first, second, pid) for pid in sorted(second.processes)], found)
     guard = Guard(DETAIL_SECONDS)
     pipes: Holders = {}
-    members = [process.pid for process in facts if process.role in DETAILED_ROLES]
+    members = [process.pid for process in facts if process.role in DETAILED_ROLES or process.pid == second.target]
     sockets, outside = Sockets(members), Outside(members)
     stuck = procfs.blocked_pids() & {process.pid for process in facts}
     for process in facts:
         if process.pid not in stuck and not _within(guard, lambda p=process: _locate(p)):  # type: ignore[misc]
             stuck.add(process.pid)
-        if process.role in DETAILED_ROLES and process.pid not in stuck:
+        if process.pid in members and process.pid not in stuck:
             _within(guard, lambda p=process: collect_pipes(p.pid, pipes))  # type: ignore[misc]
     for process in facts:
         if (
-            process.role in DETAILED_ROLES
+            process.pid in members
             and process.pid not in stuck
             and not _within(guard, lambda p=process: describe(p, pipes, outside, sockets, log))  # type: ignore[misc]
         ):
@@ -207,7 +209,7 @@ def _locate(process: ProcessFacts) -> None:
     if process.main:
         process.syscall_fd = _descriptor_of(process.main.syscall)
         process.polled_fds = polled_descriptors(pid, process.main.syscall)
-    if process.role in DETAILED_ROLES:
+    if process.main:
         process.kernel_stack = kernel_stack(pid)
 
 

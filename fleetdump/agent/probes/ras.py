@@ -11,7 +11,7 @@ import socket
 import time
 from typing import List, Mapping, Optional, Tuple
 
-from fleetdump.agent.evidence_types import OperationCounts, RankCount, RasFacts
+from fleetdump.agent.evidence_engine import OperationCounts, RankCount, RasFacts
 from fleetdump.agent.probes.bounded import ProbeFailed
 from fleetdump.agent.probes.net import enter_network_of
 

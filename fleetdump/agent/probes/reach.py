@@ -10,7 +10,7 @@ import socket
 from typing import Dict, List
 
 from fleetdump.agent import procfs
-from fleetdump.agent.evidence_types import HostFacts
+from fleetdump.agent.evidence_host import HostFacts
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 from fleetdump.agent.scrub import scrub
 

@@ -7,7 +7,7 @@ import os
 import shutil
 from typing import Any, Dict, List
 
-from fleetdump.agent.evidence_types import ProcessFacts, Stack, StackGroup
+from fleetdump.agent.evidence_process import ProcessFacts, Stack, StackGroup
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 
 LIMIT = 6.0

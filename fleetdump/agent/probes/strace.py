@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Dict, List, Tuple
 
 from fleetdump.agent import procfs
-from fleetdump.agent.evidence_types import ProcessFacts, SyscallCount, Trace
+from fleetdump.agent.evidence_process import ProcessFacts, SyscallCount, Trace
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 from fleetdump.agent.probes.process import read_threads
 

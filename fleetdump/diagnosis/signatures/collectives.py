@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from fleetdump.agent.evidence_types import FlightRecord, RankCount
+from fleetdump.agent.evidence_engine import FlightRecord, RankCount
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.compiling import compiles
 from fleetdump.diagnosis.suspect import COLLECTIVES, Suspect, collective_of, stack_facts, suspect
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
 from fleetdump.diagnosis.view import View
-from fleetdump.diagnosis.words import rank_names
+from fleetdump.diagnosis.words import is_are, rank_names
 
 BEFORE_CAPTURE = ("imports", "init", "weights", "kv_pool", "jit")
 _NVLINK = re.compile(r"^NV\d+$")
@@ -42,6 +42,29 @@ def diverged(view: View) -> Verdict | None:
         rank=rank,
         evidence=[*facts, *_ran_more(view, rank), *found.facts, *stack_facts(view)],
         next_steps=["look for code that only some ranks run (a condition on rank, a patch, an early return)"],
+    )
+
+
+@signature(Step.COLLECTIVES)
+def other_host_behind(view: View) -> Verdict | None:
+    """NCCL counts all ranks of this host level, and those of another host behind them."""
+    mismatches = view.evidence.ras.mismatches
+    if not mismatches or view.evidence.target.nodes < 2 or not stands_still(view):
+        return None
+    here = {p.pid for p in view.schedulers}
+    for one in mismatches:
+        counts = {r.count for r in one.ranks if r.pid in here}
+        away = [r for r in one.ranks if r.pid not in here]
+        if len(counts) != 1 or not away or any(r.count >= max(counts) for r in away):
+            return None
+    late = [f"rank {r.rank}" for r in mismatches[0].ranks if r.pid not in here]
+    return Verdict(
+        "MISSING_RANK",
+        f"the ranks of this host are level and wait for another host, whose {rank_names(late)} {is_are(late)} behind",
+        DIRECT,
+        phase=view.phase,
+        evidence=[*ras_facts(view), *(fact for spin in view.spins for fact in spin.facts)],
+        next_steps=["diagnose the other host: what its ranks do instead is the cause"],
     )
 
 

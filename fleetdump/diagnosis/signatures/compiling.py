@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from fleetdump.agent.evidence_types import Stack
+from fleetdump.agent.evidence_process import Stack
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.locks import waits_for_lock
 from fleetdump.diagnosis.types import DIRECT, PATTERN, WAIT, Verdict
-from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.view import COMPILER_CPU, View
 
 BUSY = 0.5
 _COMPILING = re.compile(
@@ -40,13 +40,14 @@ def compiling(view: View) -> Verdict | None:
     rank = _owner_rank(view) if view.compilers else None
     if rank is None and len(inside) == 1:
         rank = next((p.rank for p in view.schedulers if p.pid == inside[0].pid), None)
-    whose = f" for rank {rank}" if rank is not None else ""
+    who = f"rank {rank} is" if rank is not None else "the server is"
+    how = f" with {', '.join(names)}" if names else " in its own process"
     if rank is not None and len(view.schedulers) > 1:
         facts.append(f"the other ranks wait for rank {rank}: it is late, they have not parted")
     where = " during graph capture" if view.phase == "capture" else " for a request" if view.was_ready else ""
     return Verdict(
         "JIT_COMPILING",
-        f"kernels are being compiled{whose}{where}: {', '.join(names) or 'inside the process'}",
+        f"{who} compiling kernels{how}{where}: that ends by itself",
         DIRECT if view.compilers or inside else PATTERN,
         WAIT,
         view.phase,
@@ -83,7 +84,8 @@ def _compiles(stack: Stack, view: View) -> bool:
     if waits_for_lock(stack) or not _frame(stack):
         return False
     process = next((p for p in view.evidence.processes if p.pid == stack.pid), None)
-    return process is None or process.main is None or process.cpu > 0.05 or stack.state.startswith("active")
+    works = process is None or process.main is None or process.cpu > COMPILER_CPU or stack.state.startswith("active")
+    return works or any(p.role == "compile_worker" and p.cpu > COMPILER_CPU for p in view.evidence.processes)
 
 
 def _frame(stack: Stack) -> str:

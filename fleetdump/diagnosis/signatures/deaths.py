@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from fleetdump.agent.evidence_types import ProcessFacts
+from fleetdump.agent.evidence_process import ProcessFacts
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.network import port_race
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
 from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import listed
 
 SIGKILL = 9
 _KILLED = re.compile(r"Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)")
@@ -23,10 +24,12 @@ def out_of_memory(view: View) -> Verdict | None:
     """The kernel killed something for memory while this server lived, and a process of it is gone."""
     memory = view.evidence.memory
     kills = max(memory.oom_kills, view.evidence.cgroup.memory_events.get("oom_kill", 0))
-    gone = view.gone or not view.evidence.launcher_alive
-    if not gone or not (memory.oom_lines or kills):
-        return None
     killed = [match for line in memory.oom_lines if (match := _KILLED.search(line))]
+    # A launcher that has lost its only engine before a rank named itself looks like one that has not started any.
+    engines = any(m["name"].startswith(("sglang::", "VLLM::")) for m in killed)
+    alone = engines and not view.schedulers and not view.within_patience
+    if not (view.gone or not view.evidence.launcher_alive or alone) or not (memory.oom_lines or kills):
+        return None
     ours = [m for m in killed if m["name"].startswith(("sglang", "python", "pt_main", "VLLM", "vllm", "ray::"))]
     compilers = [m for m in killed if _COMPILER.match(m["name"])]
     others = bool(killed) and not ours and not compilers and not kills
@@ -38,7 +41,10 @@ def out_of_memory(view: View) -> Verdict | None:
     if kills:
         facts.append(f"the server's cgroup counts {kills} out-of-memory kills")
     rank = view.missing_ranks[0] if len(view.missing_ranks) == 1 else None
-    victim = f"rank {rank}" if rank is not None else "a process of this server"
+    several = "a process of this server"
+    if view.evidence.launcher_alive and view.missing_ranks:
+        several = f"ranks {listed(map(str, view.missing_ranks))}"
+    victim = f"rank {rank}" if rank is not None else several
     during = " while kernels were compiled" if compilers or view.compilers else ""
     return Verdict(
         "OOM_KILLED",
@@ -57,7 +63,7 @@ def out_of_memory(view: View) -> Verdict | None:
 def launcher_died(view: View) -> Verdict | None:
     """The launcher is gone; the log's first exception says whose fault it was."""
     evidence = view.evidence
-    if evidence.launcher_alive or _port_taken(view):
+    if evidence.launcher_alive or view.port_taken or evidence.log.bad_argument:
         return None
     log = evidence.log
     facts = [f"process {evidence.target.pid} (launcher) does not exist any more"]
@@ -81,6 +87,31 @@ def launcher_died(view: View) -> Verdict | None:
         evidence=facts,
         next_steps=[f"read the end of {log.path or 'the log'}", "deploy again once the cause is removed"],
     )
+
+
+@signature(Step.PROCESSES)
+def argument_refused(view: View) -> Verdict | None:
+    """The server ended at once: its own parser did not take one of its arguments."""
+    log = view.evidence.log
+    if view.evidence.launcher_alive or not log.bad_argument:
+        return None
+    meant = f"; it knows {log.nearest_argument}" if log.nearest_argument else ""
+    return Verdict(
+        "LAUNCHER_DIED",
+        f"the server ended at once, its arguments are wrong: {_few_choices(log.bad_argument)}{meant}",
+        DIRECT,
+        phase=view.phase,
+        evidence=[f"log: {log.bad_argument}", "the parser of arguments ends a server before anything else is tried"],
+        next_steps=[
+            "correct it in the inventory's args (or where the command is written), then deploy again",
+            "python3 -m sglang.launch_server --help lists what this release takes",
+        ],
+    )
+
+
+def _few_choices(text: str) -> str:
+    """Without the list of everything that would have been taken."""
+    return short(text.partition(" (choose from ")[0])
 
 
 @signature(Step.PROCESSES)
@@ -149,11 +180,11 @@ def _consequence(view: View) -> str:
 
 
 def _who_is_gone(view: View) -> str:
-    listed = ", ".join(map(str, view.missing_ranks))
+    numbers = ", ".join(map(str, view.missing_ranks))
     if view.engine_dead:
         return "the engine core"
-    if listed:
-        return f"{'ranks' if len(view.missing_ranks) > 1 else 'rank'} {listed}"
+    if numbers:
+        return f"{'ranks' if len(view.missing_ranks) > 1 else 'rank'} {numbers}"
     return "a scheduler" if view.zombies else "the detokenizer"
 
 
@@ -161,7 +192,7 @@ def _who_is_gone(view: View) -> str:
 def port_in_use(view: View) -> Verdict | None:
     """Another process listens on the server's port."""
     port, log = view.evidence.port, view.evidence.log
-    if _port_taken(view):
+    if view.port_taken:
         owner = f"process {port.owner_pid} ({port.owner})" if port.owner_pid else "a process that this user cannot see"
         return Verdict(
             "PORT_IN_USE",
@@ -181,11 +212,6 @@ def port_in_use(view: View) -> Verdict | None:
             next_steps=["deploy again; if it comes back, give internal ports outside net.ipv4.ip_local_port_range"],
         )
     return None
-
-
-def _port_taken(view: View) -> bool:
-    port = view.evidence.port
-    return port.open and not port.ours and (port.owner_pid > 0 or "port_in_use" in view.evidence.log.troubles)
 
 
 def _trouble(view: View, name: str) -> list[str]:

@@ -76,7 +76,9 @@ def limit_too_short(view: View) -> Verdict | None:
     lines = [(name, line) for name in LIMITS if (line := view.trouble(name))]
     if not lines or view.healthy:
         return None
-    moving = _moved_until_the_end(view)
+    # A starter that gives up says so itself, and it ends a start that has not failed by any other reason.
+    given_up = bool(view.trouble("startup_timeout")) and not evidence.log.crash and view.phase in _WORKING_PHASES
+    moving = given_up or _moved_until_the_end(view)
     slow = evidence.log.running_requests and compiles(view)
     if evidence.launcher_alive or not (moving or slow):
         return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from fleetdump.agent.evidence_types import GpuFacts, GpuProcess
+from fleetdump.agent.evidence_host import GpuFacts, GpuProcess
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, Verdict
+from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
 from fleetdump.diagnosis.view import FULL_USE, View
 from fleetdump.diagnosis.words import is_are, listed
 
@@ -19,6 +19,15 @@ _LOST = re.compile(
 )
 SOFTWARE_XIDS = frozenset({"13", "31", "43"})
 _FATAL_XIDS = frozenset({"48", "63", "64", "74", "79", "94", "95", "119", "120", "140"})
+
+
+MEANINGS = {
+    "48": "memory error that could not be corrected", "63": "a memory row was remapped", "64": "remapping a row failed",
+    "74": "NVLink error", "79": "the GPU has fallen off the bus", "94": "contained memory error",
+    "95": "uncontained memory error", "119": "the GPU's own processor does not answer",
+    "120": "error of the GPU's own processor", "140": "unrecovered memory error",
+}  # fmt: skip
+"""What NVIDIA's catalogue says, in a few words."""
 
 
 @signature(Step.HARDWARE)
@@ -34,7 +43,8 @@ def xid(view: View) -> Verdict | None:
     lost = smi.detail if smi and not smi.ok and _LOST.search(smi.detail) else ""
     if not (lines or lost) or view.healthy:
         return None
-    named = f"the GPU driver reported Xid {', '.join(numbers) or '(unreadable)'}" if lines else "a GPU is lost"
+    meanings = [f"{n}, {MEANINGS[n]}" if n in MEANINGS else n for n in numbers]
+    named = f"the GPU driver reported Xid {'; '.join(meanings) or '(unreadable)'}" if lines else "a GPU is lost"
     return Verdict(
         "XID",
         named,
@@ -148,7 +158,10 @@ def wedged(view: View) -> Verdict | None:
     busy = [g for g in view.evidence.gpus if _is_wedged(g)]
     # In a container nvidia-smi may list no process at all: while ours run, only a list that has them says anything.
     listing = any(p.ours for g in view.evidence.gpus for p in g.processes)
-    if not busy or (view.schedulers and not listing):
+    # Before the weights nobody's kernel runs while its rank sleeps.
+    asleep = view.phase in ("imports", "init") and len(view.blocked) == len(view.schedulers) and not view.progress
+    sure = listing or not view.schedulers
+    if not busy or not (sure or (asleep and not view.within_patience)):
         return None
     numbers = [str(g.index) for g in busy]
     names = f"GPU{'s' if len(busy) > 1 else ''} {listed(numbers)}"
@@ -157,11 +170,12 @@ def wedged(view: View) -> Verdict | None:
     return Verdict(
         "GPU_WEDGED",
         f"{names} {is_are(busy)} busy without any process: a kernel of a killed server still runs",
-        DIRECT,
+        DIRECT if sure else PATTERN,
         phase=view.phase,
         evidence=facts,
         next_steps=[
-            f"nvidia-smi --gpu-reset -i {','.join(numbers)}, with nobody on it; if that fails, reboot the host"
+            *([] if sure else ["compare nvidia-smi on the host, outside any container: there it names all processes"]),
+            f"nvidia-smi --gpu-reset -i {','.join(numbers)}, with nobody on it; if that fails, reboot the host",
         ],
     )
 

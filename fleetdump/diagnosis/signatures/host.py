@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetdump.agent.evidence_types import DiskFacts
+from fleetdump.agent.evidence_host import DiskFacts
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, PATTERN, Verdict
 from fleetdump.diagnosis.view import View

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fleetdump.agent.evidence_types import LockFile, ProcessFacts, Stack
+from fleetdump.agent.evidence_host import LockFile
+from fleetdump.agent.evidence_process import ProcessFacts, Stack
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.suspect import collective_of
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, STALL, WAIT, Verdict
@@ -131,12 +132,12 @@ def lock_wait(view: View) -> Verdict | None:
     if view.within_patience:
         return None
     calls = [p for p in view.members if _in_flock(p)]
-    stacks = [s for s in view.evidence.stacks if waits_for_lock(s)]
+    stacks = [s for s in view.evidence.stacks if waits_for_lock(s) and s.pid in pids]
     if calls:
         facts = [f"{name_of(p)} sleeps in {p.main.wchan if p.main else ''}, /proc/locks shows no holder" for p in calls]
         return _waits_for(view, calls[0], "somebody who cannot be seen from here", "path unknown", MEASURED, facts)
     if stacks and not any(f.use == "compile" and _is_stale(view, f) for f in view.evidence.lock_files):
-        process = pids.get(stacks[0].pid, view.members[0])
+        process = pids[stacks[0].pid]
         file = next((f for f in view.evidence.lock_files if f.holder), None)
         holder = f"process {file.holder}" if file else "an unknown holder"
         facts = [f"{s.label or s.role} waits in {s.frames[0]}" for s in stacks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from fleetdump.agent.evidence_types import SocketFacts
+from fleetdump.agent.evidence_process import SocketFacts
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
 from fleetdump.diagnosis.view import View
@@ -16,6 +16,10 @@ _LOOPBACK_NAME = re.compile(r"^(?:\[\d+\])?lo\b|127\.\d+\.\d+\.\d+|\[?::1\b")
 _PORT = re.compile(r"(?:port[ :=]+|:)(\d{4,5})\b")
 ANY_ADDRESS = ("", "0.0.0.0", "::", "localhost")  # noqa: S104
 EARLY = ("imports", "init")
+_RENDEZVOUS = re.compile(
+    r"rendezvous|c10d_store|TCPStore|init_process_group|init_distributed|new_group|store\.(?:get|wait)|barrier"
+)
+"""Frames in which a rank waits for all others to come."""
 
 
 @signature(Step.HOST)
@@ -90,7 +94,8 @@ def bad_bind_host(view: View) -> Verdict | None:
     host, line = evidence.target.host, view.trouble("cannot_bind")
     have = [a for of in evidence.host.addresses.values() for a in of]
     foreign = bool(have) and host not in have and host not in ANY_ADDRESS and not _is_loopback(host) and _is_ip(host)
-    if view.port_open or not view.failing or not (line or (foreign and view.phase in ("http", "warmup"))):
+    own = bool(have) and (host in have or host in ANY_ADDRESS or _is_loopback(host))
+    if view.port_open or own or not view.failing or not (line or (foreign and view.phase in ("http", "warmup"))):
         return None
     facts = [f"the server was told to listen on {host}"]
     facts += [f"this host has {', '.join(have)}"] if have else []
@@ -156,25 +161,43 @@ def missing_rank(view: View) -> Verdict | None:
 
 @signature(Step.COLLECTIVES)
 def other_node_silent(view: View) -> Verdict | None:
-    """A host of several connects to another for the set-up, and nobody answers there."""
+    """A host of several connects to another for the set-up and nobody answers there, or all of its ranks have come to
+    where ranks meet and sleep."""
     if not view.complete or view.port_open or view.progress or view.within_patience or view.phase not in EARLY:
         return None
     waits = [(p, s) for p in view.members for s in p.sockets if s.state == "SYN_SENT" and not _is_remote_https(s)]
     outside = [(p, s) for p, s in waits if not _is_loopback(_host(s.remote))]
-    if view.evidence.target.nodes < 2 or not outside:
+    together = _meeting_facts(view)
+    if view.evidence.target.nodes < 2 or not (outside or together):
         return None
     remote = sorted({s.remote for _, s in outside})
+    where = (
+        f" that does not answer at {', '.join(remote[:3])}" if outside else ": all of them have come, nothing follows"
+    )
     return Verdict(
         "MISSING_RANK",
-        f"the ranks of this host wait for another host that does not answer at {', '.join(remote[:3])}",
-        DIRECT,
+        f"the ranks of this host wait for another host{where}",
+        DIRECT if outside else PATTERN,
         phase=view.phase,
-        evidence=[f"{name_of(p)} connects to {s.remote}, and no answer comes" for p, s in outside[:8]],
+        evidence=[*(f"{name_of(p)} connects to {s.remote}, and no answer comes" for p, s in outside[:8]), *together],
         next_steps=[
             "see whether the server runs on that host, and whether a firewall lets that port through",
             "compare --dist-init-addr, --nnodes and --node-rank on all hosts",
         ],
     )
+
+
+def _meeting_facts(view: View) -> list[str]:
+    """That all ranks of this host sleep level in the set-up, at a meeting point where their stacks are known; empty
+    when it is otherwise."""
+    here, stacks = view.schedulers, view.evidence.stacks
+    meet = [s for s in stacks if any(_RENDEZVOUS.search(frame) for frame in s.frames)]
+    level = len(view.blocked) == len(here) and not view.late_ranks
+    if not level or (stacks and len(meet) < len(here)):
+        return []
+    facts = [f"{s.label} waits in {s.frames[0]}" for s in meet[:8]]
+    count = f"{len(here)} of {view.evidence.target.ranks} ranks are on this host"
+    return [*facts, f"{count}, all asleep in the set-up, none behind another"]
 
 
 @signature(Step.HOST)

@@ -8,6 +8,7 @@ from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.host import full_disks
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, STALL, WAIT, Verdict
 from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.words import is_are, listed, name_of
 
 FEW_PERIODS = 10
 THROTTLED = 0.5
@@ -29,6 +30,25 @@ def log_elsewhere(view: View) -> Verdict | None:
         view.phase,
         evidence=[f"fd 1 of the launcher is {launcher.stdout}; the watched log is {view.evidence.log.path}"],
         next_steps=["read that file instead; if it was rotated or deleted, deploy again to get a log"],
+    )
+
+
+@signature(Step.NOTES)
+def watched_by_a_tracer(view: View) -> Verdict | None:
+    """Somebody traces a healthy server: it goes on, more slowly, and stops if that tracer is stopped."""
+    traced = [p for p in view.members if p.tracer_pid]
+    if not traced or not view.healthy or any(p.state == "t" for p in traced):
+        return None
+    tracers = listed(map(str, sorted({p.tracer_pid for p in traced})))
+    return Verdict(
+        "TRACER_ATTACHED",
+        f"{listed(name_of(p) for p in traced)} {is_are(traced)} traced by process {tracers}; the server answers",
+        DIRECT,
+        WAIT,
+        view.phase,
+        traced[0].rank,
+        evidence=[f"{name_of(p)}: pid {p.pid}, state {p.state}, TracerPid {p.tracer_pid}" for p in traced],
+        next_steps=[f"end the tracer (process {tracers}) when it has been forgotten"],
     )
 
 

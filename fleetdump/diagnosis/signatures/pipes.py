@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fleetdump.agent.evidence_types import ProcessFacts, Stack
+from fleetdump.agent.evidence_process import ProcessFacts, Stack
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, MEASURED, Verdict
 from fleetdump.diagnosis.view import View
@@ -26,7 +26,7 @@ def end_of_file_impossible(view: View) -> Verdict | None:
         who = name_of(process)
         return Verdict(
             "PIPE_EOF_IMPOSSIBLE",
-            f"the {who} reads a pipe that only it could write to: neither data nor end of file can come",
+            f"{who} reads a pipe that only it could write to: neither data nor end of file can come",
             DIRECT,
             phase=view.phase_of(process),
             rank=process.rank,
@@ -63,8 +63,8 @@ def output_pipe_full(view: View) -> Verdict | None:
 
 def _blocked_in_output(process: ProcessFacts) -> bool:
     main = process.main
-    if main is None or main.cpu > 0.05 or process.syscall_fd not in (1, 2):
-        return False
+    if main is None or main.cpu > 0.05 or process.syscall_fd not in (1, 2) or process.state in "Tt":
+        return False  # who is stopped may have been in any call
     target = process.stderr if process.syscall_fd == 2 else process.stdout
     writes = main.syscall.split()[:1]
     return target.startswith("pipe:") and ("pipe_write" in main.wchan or (bool(writes) and writes[0] in _WRITES))

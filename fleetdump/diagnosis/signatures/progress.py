@@ -11,6 +11,7 @@ from fleetdump.diagnosis.words import size
 
 TRICKLE_FAULTS = 5.0
 """Major page faults a second that show a mapped file being read, however slowly."""
+_LOADER = re.compile(r"load_weights|load_model|weights_iterator|safetensors|default_loader")
 _NETWORK = re.compile(r"nfs|lustre|fuse|ceph|gpfs|cifs|9p|virtiofs|beegfs")
 
 
@@ -53,9 +54,15 @@ def _loads(view: View) -> bool:
     mapped = sum(p.majflt_delta for p in view.schedulers) / seconds >= TRICKLE_FAULTS and disk > 0
     if not view.starting or view.port_open:
         return False
-    if view.phase == "weights":
+    if view.phase == "weights" or (view.is_vllm and not view.evidence.log.ranks and _at_weights(view)):
         return view.read_rate >= LOAD_RATE or mapped
     return view.phase == "kv_pool" and disk >= LOAD_RATE
+
+
+def _at_weights(view: View) -> bool:
+    """A log without marks of ranks: their stacks, or the kind of file system that the pages come from, say it."""
+    loads = any(_LOADER.search(frame) for stack in view.evidence.stacks for frame in stack.frames)
+    return loads or any(d.use == "model" and _NETWORK.search(d.fstype) for d in view.evidence.disks)
 
 
 @signature(Step.PROGRESS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.signatures.collectives import diverged, ras_facts
+from fleetdump.diagnosis.signatures.collectives import diverged, other_host_behind, ras_facts
 from fleetdump.diagnosis.signatures.compiling import compiles, compiling_stacks
 from fleetdump.diagnosis.suspect import Suspect, collective_of, stack_facts, suspect
 from fleetdump.diagnosis.types import DIRECT, MEASURED, OK, PATTERN, WAIT, Verdict
@@ -97,17 +97,15 @@ def request_stuck(view: View) -> Verdict | None:
     where = f": {who}{found.what}" if found.what else ", and no single rank stands out"
     facts = [f"GET {h.path}: {h.status or h.error} in {h.seconds:.1f} s" for h in evidence.http]
     stages = _stage_facts(view)
-    if view.was_ready and diverged(view):
+    if view.was_ready and (diverged(view) or other_host_behind(view)):
         return None  # has a verdict of its own
-    if view.was_ready:
-        code = _running_code(view, found)
-    else:
-        code = "WARMUP_STALL"
-    confidence = found.confidence if code != "UNKNOWN" else PATTERN
+    code = _running_code(view, found) if view.was_ready else "WARMUP_STALL"
+    if not code:
+        return None
     return Verdict(
         code,
         f"{during} never ends{where}",
-        confidence,
+        found.confidence,
         phase="serving" if view.was_ready else "warmup",
         rank=found.rank,
         evidence=[*facts, *_count_facts(view), *stages, *found.facts, *stack_facts(view)],
@@ -116,11 +114,11 @@ def request_stuck(view: View) -> Verdict | None:
 
 
 def _running_code(view: View, found: Suspect) -> str:
-    """A server that has served: one rank spins, or is not where all others wait for it, or nobody knows."""
+    """A server that has served: one rank spins, or is not where all others wait for it; empty when nobody knows."""
     others = [spin for spin in view.spins if spin.process.rank != found.rank]
     if found.rank is not None and found.facts and len(view.schedulers) > 1 and len(others) == len(view.spins):
         return "MISSING_RANK"
-    return "RANK_SPIN" if view.spins else "UNKNOWN"
+    return "RANK_SPIN" if view.spins else ""
 
 
 def _stage_facts(view: View) -> list[str]:

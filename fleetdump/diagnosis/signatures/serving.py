@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
-from fleetdump.agent.evidence_types import ProcessFacts
+from fleetdump.agent.evidence_process import ProcessFacts
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, MEASURED, WAIT, Verdict
-from fleetdump.diagnosis.view import FEW_SWITCHES, SPIN_CPU, View
+from fleetdump.diagnosis.view import FEW_SWITCHES, SPIN_CPU, View, is_blocked
 from fleetdump.diagnosis.words import name_of
 
+_IN_EPOLL = re.compile(r"ep_poll|epoll")
 _IN_POLL = re.compile(r"(?<!e)poll_schedule_timeout|\bdo_(?:sys_)?poll")
 
 
@@ -40,9 +41,10 @@ def grammar(view: View) -> Verdict | None:
 
 @signature(Step.ANSWERING)
 def api_loop(view: View) -> Verdict | None:
-    """The HTTP process burns a core and answers nobody, while the schedulers poll for requests."""
+    """The HTTP process burns a core, or sleeps in a call of its own, and answers nobody, while the schedulers poll for
+    requests."""
     launcher = view.launcher
-    busy = view.api_process
+    busy = view.api_process or _sleeps_beside_its_loop(view)
     if not view.port_open or view.healthy or busy is None or launcher is None or not view.complete:
         return None
     idle = [p for p in view.schedulers if _is_free(p)]
@@ -51,7 +53,8 @@ def api_loop(view: View) -> Verdict | None:
     assert busy.main is not None
     stack = view.stack(busy)
     facts = [
-        f"{name_of(busy)} main thread: {busy.main.cpu:.0%} of a core, {busy.main.voluntary:.0f} switches a second",
+        f"{name_of(busy)} main thread: {busy.main.cpu:.0%} of a core, {busy.main.voluntary:.0f} switches a second"
+        + (f", asleep in {busy.main.wchan}" if is_blocked(busy) else ""),
         *(f"GET {h.path}: {h.status or h.error} in {h.seconds:.1f} s" for h in view.evidence.http),
         *(f"{p.label} polls for requests" for p in idle),
     ]
@@ -67,6 +70,16 @@ def api_loop(view: View) -> Verdict | None:
             "take its stack with --deep; restart it; use --tokenizer-worker-num, or limit what one request asks"
         ],
     )
+
+
+def _sleeps_beside_its_loop(view: View) -> ProcessFacts | None:
+    """The launcher, when no endpoint answers and it sleeps in some other call than its event loop's epoll."""
+    launcher = view.launcher
+    silent = [h for h in view.evidence.http if not h.status and "refused" not in h.error]
+    if launcher is None or launcher.main is None or len(silent) < max(2, len(view.evidence.http)):
+        return None
+    elsewhere = launcher.main.wchan and not _IN_EPOLL.search(launcher.main.wchan)
+    return launcher if elsewhere and is_blocked(launcher) and not view.silent_too_short else None
 
 
 def _is_free(process: ProcessFacts) -> bool:

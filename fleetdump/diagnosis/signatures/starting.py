@@ -18,8 +18,11 @@ def parent_waits_ready(view: View) -> Verdict | None:
     found = suspect(view)
     process = next((p for p in view.schedulers if p.rank == found.rank), None)
     phase = view.phase_of(process)
-    who = f"rank {found.rank}" if found.rank is not None else "its ranks, none of which stands out"
     what = f", which {found.what} {AFTER[phase]}" if found.what else f" {AFTER[phase]}"
+    late = f"the launcher waits for the ready message of rank {found.rank}{what}"
+    level = f"the launcher waits for its ranks, which stand still {AFTER[phase]}; none of them stands out"
+    if found.rank is None and found.what:
+        level = f"the launcher waits for its ranks {AFTER[phase]}: {found.what}"
     quiet, _ = view.silence
     facts = [
         f"port {evidence.target.port} is closed and the launcher has not heard from every rank",
@@ -34,7 +37,7 @@ def parent_waits_ready(view: View) -> Verdict | None:
     ]
     return Verdict(
         "PARENT_WAITS_READY",
-        f"the launcher waits for the ready message of {who}{what}",
+        level if found.rank is None else late,
         found.confidence,
         phase=phase,
         rank=found.rank,

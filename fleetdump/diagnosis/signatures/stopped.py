@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import datetime, timezone
 
-from fleetdump.agent.evidence_types import ProcessFacts
+from fleetdump.agent.evidence_process import ProcessFacts
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, MEASURED, OK, Verdict
 from fleetdump.diagnosis.view import View
@@ -72,9 +72,12 @@ def tracer_attached(view: View) -> Verdict | None:
         return None
     first = traced[0]
     held = [p for p in traced if p.state == "t"]
+    if view.healthy and not held:
+        return None  # a note beside its health
     return Verdict(
         "TRACER_ATTACHED",
-        f"{listed(name_of(p) for p in traced)} {is_are(traced)} traced by process {first.tracer_pid or '?'}",
+        f"{listed(name_of(p) for p in traced)} {is_are(traced)} traced by process {first.tracer_pid or '?'}"
+        + (", which has stopped it" if held else ""),
         DIRECT if held else MEASURED,
         phase=view.phase_of(first),
         rank=first.rank,

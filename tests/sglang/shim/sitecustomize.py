@@ -5,14 +5,15 @@ First on the PYTHONPATH of the server. FLEETDUMP_TEST_SHIM says which, by comma:
 ``data-parallel-attention``: two methods that padding asks an attention backend for and that torch_native lacks.
 ``deferred-sums``: layers hand their MLP's output on unreduced, as they do where flashinfer fuses the all-reduce with
     the next norm. It sets what SGLang sets; the next layer then takes SGLang's own way without flashinfer.
+``cuda-of-0.5.9``: what 0.5.9 takes from CUDA whatever the device is, the events of its pipeline and pinned memory for
+    data-parallel attention, is the CPU's.
 ``naive``: beside each captured stream, ``hidden_states + residual`` is computed as it stands, and the largest
     difference between the two over the largest value is appended to the file FLEETDUMP_TEST_NAIVE, a line each.
 """
 
-import importlib.abc
-import importlib.util
 import os
-import sys
+
+import sglang_cpu_shim
 
 CHOSEN = os.environ.get("FLEETDUMP_TEST_SHIM", "").split(",")
 
@@ -28,6 +29,25 @@ def defer_sums(module):
         return not self.is_last_layer
 
     module.LayerCommunicator.should_fuse_mlp_allreduce_with_next_layer = always
+
+
+def events_of_the_cpu(module):
+    module.torch = with_other_parts(module.torch, cuda=module.torch.cpu)
+
+
+def pageable_memory(module):
+    real = module.torch.tensor
+    module.torch = with_other_parts(module.torch, tensor=lambda *args, pin_memory=False, **more: real(*args, **more))
+
+
+def with_other_parts(torch, **parts):
+    """torch as one module sees it."""
+
+    class Torch:
+        def __getattr__(self, name):
+            return parts.get(name) or getattr(torch, name)
+
+    return Torch()
 
 
 def record_naive(module):
@@ -53,40 +73,9 @@ def record_naive(module):
 SHIMS = {
     "sglang.srt.layers.attention.torch_native_backend": ("data-parallel-attention", lengths_of_padding),
     "sglang.srt.layers.communicator": ("deferred-sums", defer_sums),
+    "sglang.srt.managers.scheduler_pp_mixin": ("cuda-of-0.5.9", events_of_the_cpu),
+    "sglang.srt.model_executor.forward_batch_info": ("cuda-of-0.5.9", pageable_memory),
     "fleetdump_tap": ("naive", record_naive),
 }
-
-
-class Loader(importlib.abc.Loader):
-    def __init__(self, inner, change):
-        self.inner, self.change = inner, change
-
-    def create_module(self, spec):
-        return self.inner.create_module(spec)
-
-    def exec_module(self, module):
-        self.inner.exec_module(module)
-        self.change(module)
-
-    def __getattr__(self, attribute):
-        return getattr(self.inner, attribute)
-
-
-class Finder(importlib.abc.MetaPathFinder):
-    busy = False
-
-    def find_spec(self, name, _path=None, _target=None):
-        which, change = SHIMS.get(name, ("", None))
-        if self.busy or change is None or which not in CHOSEN:
-            return None
-        self.busy = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.busy = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = Loader(spec.loader, change)
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
+# The recipe's own shim, loaded at every start of this interpreter, changes modules as they are imported.
+sglang_cpu_shim.AFTER.update({module: change for module, (which, change) in SHIMS.items() if which in CHOSEN})

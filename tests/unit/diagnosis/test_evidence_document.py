@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from fleetdump.agent import evidence_types
+from fleetdump.agent import evidence_engine, evidence_host, evidence_process, evidence_types
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.probes.logtroubles import TROUBLES
 from fleetdump.agent.protocol import from_json
@@ -33,7 +33,8 @@ def test_the_example_gives_the_verdicts_that_it_promises() -> None:
 
 def test_every_field_is_named() -> None:
     named = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
-    kinds = [k for k in vars(evidence_types).values() if dataclasses.is_dataclass(k) and k.__module__.endswith("types")]
+    modules = (evidence_types, evidence_process, evidence_engine, evidence_host)
+    kinds = [k for m in modules for k in vars(m).values() if dataclasses.is_dataclass(k) and k.__module__ == m.__name__]
     fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert len(kinds) > 20
     assert fields <= named, fields - named

@@ -5,16 +5,10 @@ from __future__ import annotations
 import pytest
 from cases import builder as b
 
-from fleetdump.agent.evidence_types import (
-    DiskFacts,
-    Evidence,
-    LockFacts,
-    LockFile,
-    LogFacts,
-    PortFacts,
-    ProbeRecord,
-    SyscallCount,
-)
+from fleetdump.agent.evidence_engine import LogFacts, PortFacts
+from fleetdump.agent.evidence_host import DiskFacts, LockFacts, LockFile
+from fleetdump.agent.evidence_process import SyscallCount
+from fleetdump.agent.evidence_types import Evidence, ProbeRecord
 from fleetdump.agent.protocol import from_json, to_json
 from fleetdump.diagnosis import DIRECT, LOG_ONLY, MEASURED, OK, PATTERN, STALL, WAIT, diagnose
 

@@ -66,7 +66,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 def _settle(pid: int, ranks: int, wchan: str) -> None:
-    for _ in range(400):
+    for _ in range(3000):
         asleep = wchan in (procfs.read_text(f"/proc/{pid}/wchan", 99) or "")
         if asleep and sum(sample.role == "scheduler" for sample in procfs.tree(pid)) == ranks:
             time.sleep(0.8)  # the ranks come to where they hang

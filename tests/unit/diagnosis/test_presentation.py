@@ -16,9 +16,11 @@ from cases.table import CASES, Case
 
 from fleetdump.agent.evidence_files import write_files
 from fleetdump.agent.evidence_types import Evidence
-from fleetdump.agent.protocol import from_json, to_json
+from fleetdump.agent.protocol import ServerState, StatusResult, from_json, to_json
+from fleetdump.cli.status import _code as status_code
 from fleetdump.diagnosis import Verdict, anonymise, diagnose
 from fleetdump.diagnosis.codes import CODES
+from fleetdump.errors import ExitCode
 from fleetdump.tasks.server import Diagnosis
 from fleetdump.views.verdicts import fold, markdown, odd_ones_out, show_diagnoses
 
@@ -150,11 +152,26 @@ def test_what_is_no_bundle_is_refused_with_the_reason(tmp_path: Path, text: str,
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("h200_idle", 0), ("h200_load", 0), ("h200_loading", 0), ("h200_sigstop", 4)]
+    ("name", "code"),
+    [("h200_idle", 0), ("h200_load", 0), ("h200_loading", 0), ("h200_sigstop", 4), ("h200_sigkill", 1)],
 )
-def test_exit_code_tells_a_stall_from_the_rest(name: str, code: int) -> None:
+def test_exit_code_tells_a_stall_from_death_and_the_rest(name: str, code: int) -> None:
     recorded = Path(__file__).parents[2] / "cases" / "recorded" / f"{name}.json"
     judged = fleetdump("diagnose", "--bundle", str(recorded))
     assert judged.returncode == code
     sentence = judged.stdout.splitlines()[1].strip()
     assert sentence == diagnose(from_json(Evidence, json.loads(recorded.read_text())))[0].title
+
+
+@pytest.mark.parametrize(
+    ("states", "code"),
+    [
+        (["ready", "stopped"], ExitCode.OK),
+        (["ready", "died"], ExitCode.FAILED),
+        ([], ExitCode.OK),
+        (["starting"], ExitCode.OK),
+    ],
+)
+def test_status_counts_a_dead_server_as_diagnose_does(states: list[str], code: ExitCode) -> None:
+    found = StatusResult("h1", [ServerState(f"s{n}", state) for n, state in enumerate(states)], [])
+    assert status_code(found) == code

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from fleetdump.agent import procfs
-from fleetdump.agent.evidence_types import GpuFacts, GpuProcess, LogFacts, ProcessFacts
+from fleetdump.agent.evidence_engine import LogFacts
+from fleetdump.agent.evidence_host import GpuFacts, GpuProcess
+from fleetdump.agent.evidence_process import ProcessFacts
 from fleetdump.agent.probes import flight, gpu, host, process, ras, reach, stacks
 from fleetdump.agent.probes.bounded import Output, ProbeFailed
 from fleetdump.agent.probes.logfile import LogReader
