@@ -51,7 +51,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter, the agent's syntax for Pyt
 	$(BIN)/python .ci/agent_python38.py
 
 bench: setup ## one script a figure; each prints one JSON object (on a GPU: bench/h200/measure.sh)
-	@for script in agent_call diagnose_cost patch_matrix "capture_overhead --device cpu"; do $(BIN)/python -m bench.$$script || exit 1; done
+	@for script in agent_call watch_cost diagnose_cost patch_matrix "capture_overhead --device cpu"; do $(BIN)/python -m bench.$$script || exit 1; done
 
 clean-build: ## remove what setup and demo made (both environments too)
 	rm -rf build .venv dist .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

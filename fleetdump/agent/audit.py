@@ -9,10 +9,11 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Collection, Deque
 
+from fleetdump.agent import lease
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import FORMAT_VERSION
 from fleetdump.agent.lock import held_by
-from fleetdump.agent.protocol import AuditArgs, AuditEntry, AuditResult
+from fleetdump.agent.protocol import AgentFailure, AuditArgs, AuditEntry, AuditResult
 from fleetdump.agent.records import UNREADABLE, decode, naming
 from fleetdump.agent.scrub import scrub_argv
 
@@ -57,6 +58,20 @@ def record(ctx: AgentContext, *, ok: bool, started: float, seconds: float) -> No
         _append(path, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
+def refuse_damage(ctx: AgentContext) -> None:
+    """Raise ``AgentFailure`` failed, before anything is changed, when something is in the audit log's place that takes
+    no line."""
+    path = ctx.state.root / FILE
+    if path.is_dir():
+        raise AgentFailure(
+            "failed",
+            "the audit log cannot be written",
+            where=str(path),
+            why="there is a folder in its place",
+            next_step=f"see what is in it, then move it away: mv {path} {path}.old",
+        )
+
+
 def _append(path: Path, line: bytes) -> None:
     descriptor = os.open(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -79,7 +94,7 @@ def audit(args: AuditArgs, ctx: AgentContext) -> AuditResult:
                     entry = decode(AuditEntry, line, FILE)
                     if 0 <= entry.t < _LATEST and 0 <= entry.seconds < _LATEST:  # no NaN either
                         entries.append(entry)
-    return AuditResult(list(entries), held_by(ctx.state.root / "lock"))
+    return AuditResult(list(entries), lease.held_by(ctx.state) or held_by(ctx.state.root / "lock"))
 
 
 def last_operator(state: State, verbs: Collection[str], since: float) -> str:

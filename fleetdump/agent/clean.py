@@ -27,7 +27,9 @@ def clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
     """Remove runs' data (with ``args.data``), then the state, the agent's own bundle last. Without ``data``, runs that
     still have shards are kept, with their state. No server lives by then, so drivers have nothing to do and are ended.
     Raises ``AgentFailure`` conflict while a server of ours lives, a patch of ours is applied or, with ``args.data`` and
-    without ``args.discard``, a sample exists here alone."""
+    outside of ``args.discard``, a sample exists here alone."""
+    if args.dry_run:
+        return _listed(args, ctx)
     _refuse_living(ctx)
     if not args.runs:
         _refuse_patched(args, ctx)
@@ -36,6 +38,27 @@ def clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
         _stop_drivers(args, ctx, claims)
         _refuse_uncollected(args, ctx)  # and again, now that nobody can commit
         return _clean(args, ctx)
+
+
+def _listed(args: CleanArgs, ctx: AgentContext) -> CleanResult:
+    """What is ours here. Whether it may go is only decided when it is to."""
+    result = CleanResult()
+    for directory in _capture_dirs(args, ctx):
+        folders = sorted(directory.iterdir()) if directory.is_dir() else []
+        for folder in folders:
+            if folder.is_symlink() or not folder.is_dir() or (args.runs and folder.name not in args.runs):
+                continue
+            paths = own_files(ctx.state, folder).paths if knows_run(ctx.state, folder.name) else []
+            if paths and not args.data:
+                result.kept.append(f"{folder} ({len(paths)} files; --data removes them)")
+            elif paths:
+                result.removed.append(f"{folder} ({len(paths)} files)")
+                result.freed_bytes += sum(path.lstat().st_size for path in paths)
+    wanted = [ctx.state.root / "runs" / run for run in _runs(ctx, args.runs)] if args.runs else [ctx.state.root]
+    for path in wanted:
+        result.removed.append(str(path))
+        result.freed_bytes += tree_bytes(path)
+    return result
 
 
 def _clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
@@ -95,11 +118,11 @@ def _refuse_patched(args: CleanArgs, ctx: AgentContext) -> None:
 
 def _refuse_uncollected(args: CleanArgs, ctx: AgentContext) -> None:
     """Compare what the manifests have committed, whatever progress.json says, with what the controller has."""
-    if not args.data or args.discard:
+    if not args.data:
         return
     collected = {(share.run, share.server): frozenset(share.ids) for share in args.collected}
     for run in _runs(ctx, args.runs):
-        if run not in runs_of(ctx.state):
+        if run in args.discard or run not in runs_of(ctx.state):
             continue
         for root in sorted(path for path in (ctx.state.root / "runs" / run).iterdir() if path.is_dir()):
             share = Share(root)
@@ -111,7 +134,7 @@ def _refuse_uncollected(args: CleanArgs, ctx: AgentContext) -> None:
                     f"run {run}: {missing} of {len(committed)} samples of server {share.server} were not collected",
                     where=str(share.manifest),
                     why="the controller has no verified copy of them, and clean --data would delete the only one",
-                    next_step=f"fleetdump collect --data --run {run}, or add --discard-uncollected",
+                    next_step=f"fleetdump collect --data --run {run}, or add --discard {run}",
                 )
 
 
@@ -124,7 +147,7 @@ def _committed(share: Share) -> Set[str]:
             f"run {share.run}: nobody can tell what server {share.server} has committed",
             where=str(share.manifest),
             why=str(error),
-            next_step="look at that file; --discard-uncollected deletes the samples whatever it says",
+            next_step=f"look at that file; --discard {share.run} deletes the samples whatever it says",
         ) from error
 
 

@@ -31,13 +31,15 @@ _PLACE_OPTIONS = ("--port", "--host", "--model-path", "--model", "--tokenizer-pa
 
 @dataclass
 class HealthyStart:
-    """One line of ``healthy.jsonl``. ``lines``: of the log, up to the ready mark."""
+    """One line of ``healthy.jsonl``. ``lines``: of the log, up to the ready mark. ``weights_gb``: what the weights took
+    of each rank's memory, as it logged it."""
 
     key: str
     lines: int
     seconds: float
     phase_seconds: Dict[str, float]
     engine: str
+    weights_gb: float = 0.0
     t: float = field(default_factory=time.time)
     v: int = FORMAT_VERSION
 
@@ -97,6 +99,7 @@ def profile(state: State, key: str) -> Optional[HealthyProfile]:
         lines_max=max(start.lines for start in starts),
         seconds=_mean([start.seconds for start in starts]),
         phase_seconds={phase: _mean([start.phase_seconds.get(phase, 0.0) for start in starts]) for phase in phases},
+        weights_gb=_mean([start.weights_gb for start in starts]),
     )
 
 

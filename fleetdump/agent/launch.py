@@ -8,7 +8,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List
+from typing import Dict, List
 
 from fleetdump.agent import importhook, launchplan
 from fleetdump.agent.applicable import architectures_of
@@ -16,6 +16,7 @@ from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.jsonl import write_json
 from fleetdump.agent.launchplan import LaunchPlan, inherited_environment
+from fleetdump.agent.logind import Shelter, shelter
 from fleetdump.agent.model import UNKNOWN
 from fleetdump.agent.patching import IMPORT_HOOK
 from fleetdump.agent.procfs import is_alive
@@ -26,6 +27,7 @@ from fleetdump.agent.server import ServerRecord, boot_id, living, load_record, s
 from fleetdump.agent.stop import end_server
 
 OLD_LOGS = 5
+TAP_CONFIG = "tap.json"
 
 
 @dataclass
@@ -44,7 +46,7 @@ def launch(args: LaunchArgs, ctx: AgentContext) -> LaunchResult:
     members = living(record) if record else []
     if record and members and is_alive(record.pid, record.start_time):
         if record.identity == plan.identity:
-            return _result(args, record, plan, reused=True)
+            return result_of(args, record, plan, reused=True)
         if not args.replace:
             raise _already_runs(record)
     # Members without a launcher are what is left of a server of ours that died: nobody can use them again.
@@ -63,7 +65,6 @@ def launch(args: LaunchArgs, ctx: AgentContext) -> LaunchResult:
 def _start(args: LaunchArgs, plan: LaunchPlan, ctx: AgentContext) -> LaunchResult:
     spec, patch, capture = args.server, args.patch, args.capture
     folder = ctx.state.server(spec.name)
-    log = folder / "server.log"
     record = ServerRecord(
         name=spec.name,
         pid=0,
@@ -76,7 +77,7 @@ def _start(args: LaunchArgs, plan: LaunchPlan, ctx: AgentContext) -> LaunchResul
         tp=spec.tp,
         argv=scrub_argv(plan.argv),
         env=sorted(plan.env),
-        log=str(log),
+        log=str(folder / "server.log"),
         identity=plan.identity,
         started_at=time.time(),
         patch=f"{patch.name}@{patch.version}" if patch else "",
@@ -88,36 +89,62 @@ def _start(args: LaunchArgs, plan: LaunchPlan, ctx: AgentContext) -> LaunchResul
         import_env=spec.interpreter.env,
         delivery=args.delivery,
         expectations=plan.expected,
+        ranks=spec.ranks,
     )
-    env = {**inherited_environment(), **plan.env, "FLEETDUMP_LAUNCH_ID": record.launch_id}
+    env = {**inherited_environment(), **plan.env}
     if plan.hook:
         env = importhook.environment(Path(plan.hook), env)
     if capture is not None:
-        directory = os.path.expanduser(capture.dir)
-        make_capture_dir(ctx.state, Path(directory))
-        env["FLEETDUMP_TAP_CONFIG"] = str(folder / "tap.json")
+        make_capture_dir(ctx.state, Path(record.capture_dir))
+        env["FLEETDUMP_TAP_CONFIG"] = str(folder / TAP_CONFIG)
         settings = {"v": 1, "server": spec.name, "launch_id": record.launch_id, "ranks": spec.ranks}
-        settings.update(to_json(capture), dir=directory)
-        with naming(folder / "tap.json"):
-            write_json(folder / "tap.json", settings)
+        settings.update(to_json(capture), dir=record.capture_dir)
+        with naming(folder / TAP_CONFIG):
+            write_json(folder / TAP_CONFIG, settings)
+    within = begin(record, plan.argv, env, ctx)
+    return result_of(args, record, plan, reused=False, warning=within.warning)
+
+
+def begin(record: ServerRecord, argv: List[str], env: Dict[str, str], ctx: AgentContext) -> Shelter:
+    """Start the process of a launch that is put on record first, with the log of the launch before rotated away.
+    ``record`` gets its pid and start time, ``env`` its launch id. Raises ``AgentFailure`` failed when the program
+    cannot be started; then there is no record."""
+    folder = ctx.state.server(record.name)
+    log = Path(record.log)
     _rotate(log)
     with contextlib.suppress(FileNotFoundError):
         (folder / "timeline.jsonl").unlink()
+    within = shelter()
+    record.held_by = within.said
     save_record(ctx.state, record)
+    env = {**env, "FLEETDUMP_LAUNCH_ID": record.launch_id}
     try:
-        record.pid, record.start_time = spawn_detached(plan.argv, log_path=log, env=env)
+        record.pid, record.start_time = spawn_detached(argv, log_path=log, env=env, within=within)
     except OSError as error:
         (folder / "server.json").unlink()
-        raise AgentFailure(
-            "failed", "the server's program cannot be started", where=plan.argv[0], why=str(error)
-        ) from error
+        raise AgentFailure("failed", "the server's program cannot be started", where=argv[0], why=str(error)) from error
     save_record(ctx.state, record)
-    return _result(args, record, plan, reused=False)
+    return within
 
 
-def _result(args: LaunchArgs, record: ServerRecord, plan: LaunchPlan, reused: bool) -> LaunchResult:
-    named = [name for name in architectures_of([args.server.model_path]) if name != UNKNOWN]
-    return LaunchResult(server_state(record), reused, record.argv, record.log, plan.added, "".join(named))
+def result_of(
+    args: LaunchArgs, record: ServerRecord, plan: LaunchPlan, reused: bool, warning: str = ""
+) -> LaunchResult:
+    return LaunchResult(
+        server_state(record),
+        reused,
+        record.argv,
+        record.log,
+        plan.added,
+        architecture(args.server.model_path),
+        held_by=record.held_by,
+        warning=warning,
+    )
+
+
+def architecture(model_path: str) -> str:
+    """The model class that each rank must load; empty where the model cannot be looked at (a hub name)."""
+    return "".join(name for name in architectures_of([model_path]) if name != UNKNOWN)
 
 
 def make_capture_dir(state: State, path: Path) -> None:

@@ -1,4 +1,9 @@
-"""The host's lock: a directory with ``holder.json`` in it, so that two operators never change a host at once."""
+"""The host's lock: a directory with ``holder.json`` in it, so that two operators never change a host at once.
+
+Whether the holder lives is asked of the kernel: it keeps an exclusive ``flock`` on its ``holder.json``, which ends with
+its process however that dies, and which holds between containers that share a disk but see no processes of each other.
+So there is no heartbeat that a busy machine could delay, no clock, and no time for which a dead holder's lock stays.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +17,28 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Callable, Dict, Iterator, Optional
 
 from fleetdump.agent.context import AgentContext
+from fleetdump.agent.jsonl import writer_lives
 from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import AgentFailure, from_json, to_json
-from fleetdump.agent.records import NOT_WRITABLE, naming
+from fleetdump.agent.records import NOT_WRITABLE, UNREADABLE, naming
 
 BELIEVABLE_SECONDS = 10 * 365 * 86400.0
 """A lock that claims to be older is not told its age: its clock, or the file, is wrong."""
 
 POLL_SECONDS = 0.5
+HOLDER = "holder.json"
+GUARD = "lock.guard"
+_kept: Dict[str, int] = {}
+"""The descriptors whose ``flock`` says that this process holds a lock, by the lock's path."""
 
 
 @dataclass
 class Holder:
-    """Who holds the lock. ``host`` is the node's name; ``start_time`` tells its ``pid`` from a later process."""
+    """Who holds the lock. ``host`` is the node's name; ``start_time`` tells its ``pid`` from a later process of that
+    number. Both are of the pid namespace that the holder lives in."""
 
     operator: str
     host: str
@@ -35,6 +46,8 @@ class Holder:
     start_time: int
     verb: str
     since: float
+    lease: str = ""
+    """Of a lease: the name by which the verbs of the same deploy know it."""
 
 
 @contextlib.contextmanager
@@ -46,18 +59,8 @@ def host_lock(ctx: AgentContext, urgent: bool = False) -> Iterator[None]:
     holds it, and says so on stderr. Other ``OSError`` name the lock.
     """
     directory = ctx.state.root / "lock"
-    me = Holder(
-        operator=ctx.request.operator,
-        host=os.uname().nodename,
-        pid=os.getpid(),
-        start_time=start_time(os.getpid()) or 0,
-        verb=ctx.request.verb,
-        since=time.time(),
-    )
     try:
-        with naming(directory):
-            ctx.state.directory()
-            _acquire_waiting(directory, me, ctx)
+        take(directory, ctx)
     except OSError as error:
         if not urgent or error.errno not in NOT_WRITABLE:
             raise
@@ -68,31 +71,78 @@ def host_lock(ctx: AgentContext, urgent: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        _release(directory)
+        release(directory)
+
+
+def take(directory: Path, ctx: AgentContext, verb: str = "", lease: str = "") -> None:
+    """Take the lock ``directory`` for this process, waiting for it as the request says. Raises as ``host_lock``."""
+    me = Holder(
+        operator=ctx.request.operator,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        start_time=start_time(os.getpid()) or 0,
+        verb=verb or ctx.request.verb,
+        since=time.time(),
+        lease=lease,
+    )
+    with naming(directory):
+        ctx.state.directory()
+        wait_for(lambda: _acquire(directory, me), directory, ctx)
+
+
+def refuse_other_lease(directory: Path, ctx: AgentContext) -> None:
+    """Raise ``AgentFailure`` locked, after the wait that the request allows, while another deploy than the one that
+    this request belongs to holds the lease ``directory``."""
+
+    def refuse() -> None:
+        holder = read_holder(directory)
+        if holder is None or holder.lease != ctx.request.lease:
+            _refuse_held(directory)
+
+    wait_for(refuse, directory, ctx)
 
 
 def _refuse_held(directory: Path) -> None:
+    if is_held(directory):
+        raise _busy(read_holder(directory))
+
+
+def is_held(directory: Path) -> bool:
+    """Whether somebody alive holds the lock: by its ``flock``, or, where the file system has none, by its pid."""
+    with contextlib.suppress(OSError):
+        if writer_lives(directory / HOLDER):
+            return True
     holder = read_holder(directory)
-    if holder is not None and is_alive(holder.pid, holder.start_time):
-        raise _busy(holder)
+    return holder is not None and is_alive(holder.pid, holder.start_time)
+
+
+def damage(directory: Path) -> str:
+    """What is wrong with the place of the lock, in words; empty when nothing is."""
+    guard = directory.with_name(GUARD)
+    if directory.is_symlink():
+        return f"in its place is a symbolic link to {os.readlink(str(directory))}"
+    if directory.exists() and not directory.is_dir():
+        return "in its place is a file"
+    return f"{guard} is a folder" if guard.is_dir() else ""
 
 
 def read_holder(directory: Path) -> Optional[Holder]:
     """The holder that ``directory`` names, None when nobody holds it."""
     try:
-        return from_json(Holder, json.loads((directory / "holder.json").read_text()))
-    except (FileNotFoundError, NotADirectoryError, ValueError, OverflowError, RecursionError):
+        return from_json(Holder, json.loads((directory / HOLDER).read_text()))
+    except UNREADABLE:
         return None
 
 
-def _acquire_waiting(directory: Path, me: Holder, ctx: AgentContext) -> None:
+def wait_for(attempt: Callable[[], None], directory: Path, ctx: AgentContext) -> None:
+    """Repeat ``attempt`` while it raises ``AgentFailure``, for as long as the request waits for locks."""
     end = time.monotonic() + min(ctx.request.lock_wait, ctx.remaining())
     said = ""
     while True:
         try:
-            return _acquire(directory, me)
+            return attempt()
         except AgentFailure as busy:
-            if time.monotonic() >= end:
+            if busy.error.code != "locked" or time.monotonic() >= end:
                 raise
             holder = held_by(directory)
             if holder and holder != said:
@@ -103,29 +153,51 @@ def _acquire_waiting(directory: Path, me: Holder, ctx: AgentContext) -> None:
 
 def held_by(directory: Path) -> str:
     """Who holds the lock, in words; empty when nobody alive does."""
-    holder = read_holder(directory)
-    if holder is None or not is_alive(holder.pid, holder.start_time):
-        return ""
+    return in_words(read_holder(directory)) if is_held(directory) else ""
+
+
+def in_words(holder: Optional[Holder]) -> str:
+    """Who it is and what for."""
+    if holder is None:
+        return "somebody whose holder.json cannot be read"
     return f"{holder.operator or 'somebody'} runs {holder.verb} (pid {holder.pid})"
 
 
 def _acquire(directory: Path, me: Holder) -> None:
     """Put a directory that already holds ``me`` in place by rename: it fails on any lock that is not empty, so there is
     no moment at which a lock exists without its holder."""
+    wrong = damage(directory)
+    if wrong:
+        raise _damaged(directory, wrong)
     ready = directory.with_name(f"lock.{me.pid}.{me.start_time}")
+    kept = -1
     try:
         ready.mkdir(mode=0o700, exist_ok=True)
-        (ready / "holder.json").write_text(json.dumps(to_json(me)))
-        if _put(ready, directory):
-            return
-        with _takeover_guard(directory):
-            _refuse_held(directory)
-            shutil.rmtree(str(directory), ignore_errors=True)
-            if _put(ready, directory):
-                return
-        raise _busy(read_holder(directory))
+        kept = os.open(str(ready / HOLDER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):  # a file system without flock: then the pid decides
+            fcntl.flock(kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(kept, json.dumps(to_json(me)).encode())
+        if not _put(ready, directory):
+            with takeover_guard(directory):
+                _refuse_held(directory)
+                shutil.rmtree(str(directory), ignore_errors=True)
+                if not _put(ready, directory):
+                    raise _busy(read_holder(directory))
+        _kept[str(directory)], kept = kept, -1
     finally:
+        if kept >= 0:
+            os.close(kept)
         shutil.rmtree(str(ready), ignore_errors=True)
+
+
+def _damaged(directory: Path, what: str) -> AgentFailure:
+    return AgentFailure(
+        "failed",
+        "the host's lock cannot be taken",
+        where=str(directory),
+        why=what,
+        next_step="see what it is, then remove it with `fleetdump unlock --force`",
+    )
 
 
 def _put(ready: Path, directory: Path) -> bool:
@@ -139,9 +211,9 @@ def _put(ready: Path, directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _takeover_guard(directory: Path) -> Iterator[None]:
+def takeover_guard(directory: Path) -> Iterator[None]:
     """One taker at a time, else the second could remove the lock that the first has just put in a dead one's place."""
-    descriptor = os.open(str(directory.with_name("lock.guard")), os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(str(directory.with_name(GUARD)), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -149,16 +221,26 @@ def _takeover_guard(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _release(directory: Path) -> None:
-    """An empty ``lock/`` is free; whoever takes it between the two steps makes the rmdir fail, which is right."""
-    with contextlib.suppress(OSError):
-        os.unlink(str(directory / "holder.json"))
-        os.rmdir(str(directory))
+def release(directory: Path) -> None:
+    """Give a lock back. An empty ``lock/`` is free; whoever takes it between the two steps makes the rmdir fail, which
+    is right."""
+    kept = _kept.pop(str(directory), -1)
+    try:
+        with contextlib.suppress(OSError):
+            if kept >= 0 and not os.path.samestat(os.fstat(kept), os.stat(str(directory / HOLDER))):
+                return  # `unlock --force` took it from us, and another has it by now
+            os.unlink(str(directory / HOLDER))
+            os.rmdir(str(directory))
+    finally:
+        if kept >= 0:
+            os.close(kept)
 
 
 def _busy(holder: Optional[Holder]) -> AgentFailure:
     if holder is None:
-        return AgentFailure("locked", "the host is locked", next_step="try again")
+        return AgentFailure(
+            "locked", "the host is locked", why=in_words(None), next_step="try again; fleetdump unlock shows more"
+        )
     age = time.time() - holder.since
     since = f" since {age:.0f} s" if 0 <= age < BELIEVABLE_SECONDS else ""
     return AgentFailure(
@@ -166,5 +248,5 @@ def _busy(holder: Optional[Holder]) -> AgentFailure:
         "the host is locked",
         where=holder.host,
         why=f"{holder.operator or 'somebody'} runs {holder.verb} there{since} (pid {holder.pid})",
-        next_step="wait until it ends, or ask that operator",
+        next_step="wait until it ends (--lock-wait), or ask that operator; fleetdump unlock shows more",
     )

@@ -391,6 +391,13 @@ class LogParser:
             self.marks.phases.append(PhaseStart(phase, self._log_time, self.marks.lines))
 
 
+def rank_of_line(line: str) -> Optional[str]:
+    """The rank that a stamped line is of, as in ``LogMarks.ranks``; empty for the launcher's (and for all of a server
+    of one rank), None for a line without a stamp."""
+    stamp = _STAMP.match(_ANSI.sub("", line[:EXCERPT]))
+    return _rank_name(stamp["rank"]) if stamp else None
+
+
 def _seconds(stamp: str) -> float:
     return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S"))
 

@@ -12,7 +12,7 @@ import time
 import traceback
 from typing import Any, BinaryIO, Dict, Iterator, NamedTuple
 
-from fleetdump.agent import audit, bundles, protocol
+from fleetdump.agent import audit, bundles, lease, protocol
 from fleetdump.agent.context import AgentContext, ControllerGone, State
 from fleetdump.agent.lock import host_lock
 from fleetdump.agent.protocol import AgentError, AgentFailure, Request, from_json, to_json
@@ -22,7 +22,8 @@ from fleetdump.agent.watchdog import Watchdog
 
 class Verb(NamedTuple):
     """``target`` is ``module:function`` below ``fleetdump.agent``, imported on use; a verb that ``mutates`` the host
-    holds its lock and is audited; an ``urgent`` one does its work even where the disk takes neither lock nor audit."""
+    holds its lock and is audited; an ``urgent`` one does its work even where the disk takes neither lock nor audit, and
+    while another operator's deploy has the host."""
 
     args: type
     target: str
@@ -32,6 +33,9 @@ class Verb(NamedTuple):
 
 VERB_TABLE: Dict[str, Verb] = {
     "probe": Verb(protocol.ProbeArgs, "probe:probe"),
+    "hold": Verb(protocol.HoldArgs, "lease:hold"),
+    "release": Verb(protocol.ReleaseArgs, "lease:release"),
+    "forecast": Verb(protocol.ForecastArgs, "forecast:forecast"),
     "patch": Verb(protocol.PatchArgs, "patching:patch", mutates=True),
     "revert": Verb(protocol.RevertArgs, "patching:revert", mutates=True),
     "launch": Verb(protocol.LaunchArgs, "launch:launch", mutates=True),
@@ -40,6 +44,9 @@ VERB_TABLE: Dict[str, Verb] = {
     "status": Verb(protocol.StatusArgs, "status:status"),
     "audit": Verb(protocol.AuditArgs, "audit:audit"),
     "watch": Verb(protocol.WatchArgs, "watch:watch"),
+    "monitor": Verb(protocol.MonitorArgs, "monitor:monitor"),
+    "restart": Verb(protocol.RestartArgs, "restart:restart", mutates=True),
+    "unlock": Verb(protocol.UnlockArgs, "unlock:unlock"),
     "settings": Verb(protocol.SettingsArgs, "settings:settings"),
     "evidence": Verb(protocol.EvidenceArgs, "evidence:evidence"),
     "tool": Verb(protocol.ToolArgs, "tools:tool"),
@@ -103,6 +110,8 @@ def dispatch(ctx: AgentContext) -> Any:
     call = getattr(importlib.import_module(f"fleetdump.agent.{module}"), function)
     if not verb.mutates:
         return call(args, ctx)
+    if not verb.urgent:
+        lease.respect(ctx)
     with host_lock(ctx, verb.urgent), _audited(ctx, verb.urgent):
         return call(args, ctx)
 
@@ -110,6 +119,8 @@ def dispatch(ctx: AgentContext) -> Any:
 @contextlib.contextmanager
 def _audited(ctx: AgentContext, urgent: bool) -> Iterator[None]:
     started, clock = time.time(), time.monotonic()
+    if not urgent:
+        audit.refuse_damage(ctx)
     ok = False
     try:
         yield
@@ -120,7 +131,7 @@ def _audited(ctx: AgentContext, urgent: bool) -> Iterator[None]:
             try:
                 audit.record(ctx, ok=ok, started=started, seconds=time.monotonic() - clock)
             except OSError as error:
-                if ok and not (urgent and error.errno in NOT_WRITABLE):
+                if ok and not (urgent and error.errno in (*NOT_WRITABLE, errno.EISDIR)):
                     raise
                 print(f"this call is not audited: {error}", file=sys.stderr)
 

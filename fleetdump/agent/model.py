@@ -16,8 +16,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 def read_model(path: str, needs_weights: bool = True) -> ModelFacts:
     """Facts from ``config.json`` and an identity over it and the weight files' names and sizes; raises
-    ``AgentFailure`` not_found, also when there are no weights and they are needed. A multimodal model's sizes stand in
-    its ``text_config``."""
+    ``AgentFailure`` not_found, also when there are no weights and they are needed."""
     folder = os.path.expanduser(path)
     try:
         with open(os.path.join(folder, "config.json"), "rb") as file:
@@ -43,13 +42,18 @@ def read_model(path: str, needs_weights: bool = True) -> ModelFacts:
         )
     digest = hashlib.sha256(raw)
     digest.update(json.dumps(list(zip(names, sizes))).encode())
+    return facts_of(config, digest.hexdigest())
+
+
+def facts_of(config: Dict[str, Any], sha256: str) -> ModelFacts:
+    """What a config.json says; a multimodal model's sizes stand in its ``text_config``."""
     text = _text_config(config)
     return ModelFacts(
         architecture=str((config.get("architectures") or [UNKNOWN])[0]),
         num_layers=int(text.get("num_hidden_layers", 0)),
         hidden_size=int(text.get("hidden_size", 0)),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or UNKNOWN),
-        sha256=digest.hexdigest(),
+        sha256=sha256,
     )
 
 

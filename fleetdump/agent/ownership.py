@@ -39,6 +39,11 @@ class OwnFiles:
     def __bool__(self) -> bool:
         return bool(self.of_writers or self.others)
 
+    @property
+    def paths(self) -> List[Path]:
+        """All of them."""
+        return [path for paths in (*self.of_writers.values(), self.others) for path in paths]
+
 
 def knows_run(state: State, run: str) -> bool:
     """Whether the run is of this state directory: it has a share here, or is a self-check of a server of ours."""

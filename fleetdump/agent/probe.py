@@ -1,15 +1,16 @@
-"""``check``: would this host serve, capture and be diagnosed? Reads only; every question has its own time limit."""
+"""``check``: would this host serve, capture and be diagnosed? Each question about it has its own time limit."""
 
 from __future__ import annotations
 
 import os
 import platform
+import time
 from functools import partial
 from typing import Callable, List, NamedTuple
 
-from fleetdump.agent import checks
-from fleetdump.agent.checks import Checked
+from fleetdump.agent import checks, checks_disk, checks_forward, checks_gpu, checks_host, checks_model, checks_net
 from fleetdump.agent.context import AgentContext, machine_id
+from fleetdump.agent.findings import Checked
 from fleetdump.agent.probes.bounded import Probes
 from fleetdump.agent.protocol import Finding, ProbeArgs, ProbeResult, interpreters, models_of
 from fleetdump.agent.server import server_states
@@ -24,11 +25,12 @@ class Question(NamedTuple):
 
 
 def probe(args: ProbeArgs, ctx: AgentContext) -> ProbeResult:
-    """Facts and findings of this host; a question without an answer is a warning, never an error."""
-    result = ProbeResult(os.uname().nodename, machine_id(), platform.python_version(), [], cpus=os.cpu_count() or 0)
+    """Facts and findings of this host, each once; a question without an answer is a warning, never an error."""
+    result = ProbeResult(os.uname().nodename, machine_id(), platform.python_version(), [], time=time.time())
+    result.cpus = os.cpu_count() or 0
     result.findings.append(Finding("agent", "ok", f"agent runs on Python {result.agent_python}, {result.cpus} CPUs"))
     for checked in ask_all(questions_for(args, ctx), ctx):
-        result.findings += checked.findings
+        result.findings += [finding for finding in checked.findings if finding not in result.findings]
         for name, value in checked.facts.items():
             setattr(result, name, value)
     result.servers = server_states(ctx.state)
@@ -44,24 +46,26 @@ def questions_for(args: ProbeArgs, ctx: AgentContext) -> List[Question]:
         mine = [server for server in args.servers if server.interpreter == one]
         shared = partial(checks.check_shared, one, mine, ctx.state, args.delivery)
         questions += [Question("shared", 20.0, shared)] if args.patch is not None else []
-    for number, server in enumerate(args.servers):
+    for server in args.servers:
         if args.patch is not None:
             questions.append(Question("arguments", 20.0, partial(checks.check_arguments, server, args.patch)))
-        layers = args.layers if number == 0 else []
         if args.layers and args.device_bytes:
-            questions.append(Question("forward", 20.0, partial(checks.check_forward, server, args)))
-        questions.append(Question("model", 20.0, partial(checks.check_model, server, layers)))
-        questions.append(Question("port", 10.0, partial(checks.check_port, server, ctx.state)))
-        questions.append(Question("proxy", 5.0, partial(checks.check_proxy, server)))
+            questions.append(Question("forward", 20.0, partial(checks_forward.check_forward, server, args)))
+        questions.append(Question("model", 20.0, partial(checks_model.check_model, server, args.layers)))
+        questions.append(Question("port", 10.0, partial(checks_net.check_port, server, ctx.state)))
+        questions.append(Question("proxy", 5.0, partial(checks_net.check_proxy, server)))
     if args.capture_dir:
-        questions.append(Question("disk", 10.0, partial(checks.check_disk, args.capture_dir, args.need_bytes)))
-        questions.append(Question("capture", 5.0, partial(checks.check_capture_memory, args)))
-    questions.append(Question("memory", 5.0, checks.check_memory))
-    questions.append(Question("shm", 5.0, partial(checks.check_shm, args.servers)))
-    questions.append(Question("gpus", 15.0, partial(checks.check_gpus, args.servers)))
-    questions.append(Question("tools", 5.0, partial(checks.check_tools, [e.python for e in engines])))
-    questions.append(Question("ptrace", 5.0, checks.check_ptrace))
-    questions.append(Question("nofile", 5.0, checks.check_nofile))
+        questions.append(Question("disk", 10.0, partial(checks_disk.check_disk, args)))
+        questions.append(Question("capture", 5.0, partial(checks_host.check_capture_memory, args)))
+    if args.capture_dir and args.measure_writes:
+        questions.append(Question("writes", 20.0, partial(checks_disk.check_writes, args)))
+    questions.append(Question("memory", 5.0, checks_host.check_memory))
+    questions.append(Question("shm", 5.0, partial(checks_host.check_shm, args.servers)))
+    questions.append(Question("gpus", 20.0, partial(checks_gpu.check_gpus, args.servers, ctx.state)))
+    questions.append(Question("orphans", 5.0, partial(checks_gpu.check_orphans, ctx.state)))
+    questions.append(Question("tools", 5.0, checks_host.check_tools))
+    questions.append(Question("ptrace", 5.0, checks_host.check_ptrace))
+    questions.append(Question("limits", 5.0, checks_host.check_limits))
     return questions
 
 

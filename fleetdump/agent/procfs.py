@@ -271,7 +271,7 @@ def read_process(pid: int) -> Optional[ProcSample]:
 
 def session_processes(sid: int) -> List[ProcSample]:
     """Every process of session ``sid``, by pid."""
-    return _disown_forks([_sample(stat) for stat in _all_stats() if stat.sid == sid])
+    return disown_forks([_sample(stat) for stat in _all_stats() if stat.sid == sid])
 
 
 def tree(pid: int) -> List[ProcSample]:
@@ -283,7 +283,7 @@ def tree(pid: int) -> List[ProcSample]:
         children = {stat.pid for stat in stats.values() if stat.ppid in wanted} - wanted
         wanted |= children
         grown = bool(children)
-    return _disown_forks([_sample(stats[member]) for member in sorted(wanted)])
+    return disown_forks([_sample(stats[member]) for member in sorted(wanted)])
 
 
 def server_processes(pid: int, sid: int = 0) -> List[ProcSample]:
@@ -296,7 +296,7 @@ def server_processes(pid: int, sid: int = 0) -> List[ProcSample]:
 
 def all_processes() -> List[ProcSample]:
     """Every process of this pid namespace; one that still has the title of a parent that forked it is told apart."""
-    return _disown_forks([_sample(stat) for stat in _all_stats()])
+    return disown_forks([_sample(stat) for stat in _all_stats()])
 
 
 def root_of(pid: int) -> str:
@@ -353,8 +353,9 @@ def _all_stats() -> List[Stat]:
     return [stat for stat in map(read_stat, pids()) if stat]
 
 
-def _disown_forks(samples: List[ProcSample]) -> List[ProcSample]:
-    """A child shows its parent's title until it runs a program of its own: that makes it no second scheduler."""
+def disown_forks(samples: List[ProcSample]) -> List[ProcSample]:
+    """The samples, put right: a child shows its parent's title until it runs a program of its own, which makes it no
+    second scheduler."""
     titles = {sample.pid: sample.cmdline for sample in samples}
     for sample in samples:
         if sample.cmdline and titles.get(sample.ppid) == sample.cmdline:
@@ -363,7 +364,11 @@ def _disown_forks(samples: List[ProcSample]) -> List[ProcSample]:
 
 
 def _sample(stat: Stat) -> ProcSample:
-    cmdline = read_cmdline(stat.pid)
+    return sample(stat, read_cmdline(stat.pid))
+
+
+def sample(stat: Stat, cmdline: List[str]) -> ProcSample:
+    """A sample of the process that ``stat`` is of, for whoever knows its command line already."""
     titles = cmdline or _titles_of(stat)
     status = parse_fields(read_text(f"{PROC}/{stat.pid}/status", 1 << 16) or "")
     io = parse_fields(read_text(f"{PROC}/{stat.pid}/io", 4096) or "")

@@ -122,7 +122,8 @@ class ProgressTracker:
         gap_limit: float = 5.0,
     ) -> None:
         self._patience = patience
-        self._healthy = healthy
+        self.healthy = healthy
+        """Seconds that healthy starts took in each phase; may be set once they are known."""
         self._rates = rates or Rates()
         self._gap_limit = gap_limit
         self._last: Optional[Sample] = None
@@ -139,7 +140,7 @@ class ProgressTracker:
         elif self._last:
             self._idle += min(sample.at - self._last.at, self._gap_limit)
         self._last = sample
-        limit = allowed(sample.phase, self._patience, self._healthy, sample.slowest_batch)
+        limit = allowed(sample.phase, self._patience, self.healthy, sample.slowest_batch)
         if self._idle >= limit and self._overdue is None:
             self._overdue = self._idle
         stalled = self._overdue is not None and self._idle - self._overdue >= CONFIRM_SECONDS

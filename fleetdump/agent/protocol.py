@@ -116,6 +116,8 @@ class Request:
     protocol: int = PROTOCOL_VERSION
     lock_wait: float = 0.0
     """Seconds that a verb which changes the host waits for another's change to end."""
+    lease: str = ""
+    """The lease of the deploy that this call belongs to (``HoldArgs``)."""
 
 
 @dataclass
@@ -362,13 +364,17 @@ class ProbeArgs:
     servers: List[ServerSpec]
     patch: Optional[PatchSpec] = None
     capture_dir: str = ""
-    need_bytes: int = 0
+    tokens: int = 0
+    """About how many this host is to capture; 0: not known."""
     layers: List[int] = field(default_factory=list)
     """Entry ids that the capture wants, to be checked against the model's number of layers."""
     delivery: str = "in-place"
     ring_bytes: int = 0
     device_bytes: int = 0
     """Memory of each process that writes (``CaptureSpec``)."""
+    shard_bytes: int = 0
+    measure_writes: bool = False
+    """Whether the capture directory's disk is timed with a file of some 100 MiB, which is gone at once."""
 
 
 @dataclass
@@ -416,6 +422,11 @@ class ServerState:
     delivery: str = "in-place"
     """How its patch came in, one of ``DELIVERIES``."""
     detail: str = ""
+    patch_name: str = ""
+    """``name@version``; empty without a patch."""
+    capture_dir: str = ""
+    disk_free: int = -1
+    """Bytes free for its captures; -1 where it has none, or where that file system does not answer."""
 
 
 @dataclass
@@ -432,7 +443,7 @@ class ModelFacts:
 
 @dataclass
 class ProbeResult:
-    """Facts and findings of one host."""
+    """Facts and findings of one host. ``time`` is its clock when it began to look, in seconds since 1970."""
 
     hostname: str
     machine_id: str
@@ -447,6 +458,7 @@ class ProbeResult:
     memory_bytes: int = 0
     disk_free_bytes: int = 0
     servers: List[ServerState] = field(default_factory=list)
+    time: float = 0.0
 
 
 # --------------------------------------------------------------------------- patch
@@ -520,6 +532,70 @@ class RevertResult:
     verified: List[str] = field(default_factory=list)
 
 
+# --------------------------------------------------------------------------- deploy
+@dataclass
+class HoldArgs:
+    """Hold the host for a whole deploy: a ``held`` event says that it is so, and until ``release`` (or until the
+    controller is gone) nobody changes the host but requests with this ``lease``, and ``stop``."""
+
+    lease: str
+    verb: str
+
+
+@dataclass
+class HoldResult:
+    """How long the host was held."""
+
+    seconds: float
+
+
+@dataclass
+class ReleaseArgs:
+    """End the ``hold`` of that lease."""
+
+    lease: str
+
+
+@dataclass
+class ReleaseResult:
+    """Whether it was still held."""
+
+    released: bool
+
+
+@dataclass
+class ForecastArgs:
+    """What ``patch`` (or, for ``reverts``, ``revert``) and ``launch`` with these arguments would do now. Nothing is
+    changed."""
+
+    patches: List[PatchArgs] = field(default_factory=list)
+    reverts: List[Interpreter] = field(default_factory=list)
+    launches: List[LaunchArgs] = field(default_factory=list)
+
+
+@dataclass
+class LaunchForecast:
+    """What a launch would do. ``change``: none (it runs as wanted: ``running``), start, or replace (one of that name
+    runs in another way, as ``differs`` says). ``argv`` is scrubbed of secrets."""
+
+    server: str
+    change: str
+    argv: List[str]
+    added_args: List[str] = field(default_factory=list)
+    running: Optional[LaunchResult] = None
+    differs: List[str] = field(default_factory=list)
+
+
+@dataclass
+class ForecastResult:
+    """In the order of the arguments. ``reverts``: the state of each engine; where it names a patch, that one would be
+    taken out."""
+
+    patches: List[PatchResult] = field(default_factory=list)
+    reverts: List[PatchState] = field(default_factory=list)
+    launches: List[LaunchForecast] = field(default_factory=list)
+
+
 # --------------------------------------------------------------------------- launch, watch, stop
 @dataclass
 class LaunchArgs:
@@ -547,6 +623,52 @@ class LaunchResult:
     """What the patch added to the server's own arguments, for this release."""
     architecture: str = ""
     """The model class that each rank must load; empty where the model cannot be looked at (a hub name)."""
+    held_by: str = ""
+    """How the process survives a logout, in words."""
+    warning: str = ""
+    """Why it may not, and what to do."""
+
+
+@dataclass
+class RestartArgs:
+    """Stop a server of ours and launch it again exactly as it was launched, whatever the inventory says now."""
+
+    server: str
+    grace: float = 30.0
+
+
+@dataclass
+class RestartResult:
+    """``patch`` and ``mark`` are those of the launch; ``ranks``, ``architecture`` and the rest as in ``WatchArgs`` and
+    ``LaunchResult``. ``captures``: the server has a tap, so that the self-check has something to prove."""
+
+    launched: LaunchResult
+    killed: bool
+    patch: str = ""
+    mark: str = ""
+    ranks: int = 1
+    captures: bool = False
+
+
+@dataclass
+class UnlockArgs:
+    """Who holds the host's lock; one whose holder is dead is removed, with ``force`` also another."""
+
+    force: bool = False
+
+
+@dataclass
+class UnlockResult:
+    """``state``: free, removed (dead, or by force) or held. ``holder`` is in words; ``damage`` says what stood in the
+    lock's place, where that was no lock of ours."""
+
+    state: str
+    holder: str = ""
+    operator: str = ""
+    pid: int = 0
+    since: float = 0.0
+    alive: bool = False
+    damage: str = ""
 
 
 @dataclass
@@ -592,6 +714,8 @@ class HealthyProfile:
     lines_max: int
     seconds: float
     phase_seconds: Dict[str, float] = field(default_factory=dict)
+    weights_gb: float = 0.0
+    """What the weights took of each rank's memory."""
 
     @property
     def lines_span(self) -> str:
@@ -616,6 +740,97 @@ class WatchResult:
     healthy: Optional[HealthyProfile] = None
     evidence: Optional[Dict[str, Any]] = None
     evidence_dir: str = ""
+
+
+@dataclass
+class Fault:
+    """Something wrong with a running server, or with its host. ``code`` is one of ``FAULTS``; ``text`` names the cause
+    as far as it shows. A ``note`` only explains what might look like a fault (a busy server whose health check times
+    out), and makes no command fail."""
+
+    code: str
+    text: str
+    note: bool = False
+
+
+FAULTS = (
+    "died",
+    "rank_lost",
+    "stall",
+    "port_closed",
+    "health_fails",
+    "busy",
+    "driver_gone",
+    "capture_fails",
+    "disk_full",
+    "disk_filling",
+    "gpu_lost",
+    "broken",
+)
+"""Codes of ``Fault``, those first that explain others."""
+
+
+@dataclass
+class Vitals:
+    """A server at one moment. ``state`` as in ``ServerState``; ``idle_seconds`` of ``patience`` without progress.
+    ``forwards``: prefill and decode batches in its log. Rows, bytes and queue are those of all its taps since they
+    began; ``errors`` counts their failed writes and skipped samples. ``disk_free`` is that of the capture directory, in
+    whole MiB (-1: none), full in ``disk_eta`` seconds at its present rate (0: it does not fill). ``load_*``: bytes of
+    the weights while they are read, of ``load_total`` (0: unknown). ``run`` is the extraction that it works for, in
+    words."""
+
+    server: str
+    state: str
+    phase: str = ""
+    uptime: float = 0.0
+    lines: int = 0
+    idle_seconds: float = 0.0
+    patience: float = 0.0
+    moves: List[str] = field(default_factory=list)
+    """What moved since the sample before."""
+    behind: List[str] = field(default_factory=list)
+    """Ranks of a start that are in an earlier phase than the others."""
+    forwards: int = 0
+    in_flight: int = 0
+    rows: int = 0
+    rows_per_second: float = 0.0
+    bytes_per_second: float = 0.0
+    queue_bytes: int = 0
+    ring_bytes: int = 0
+    errors: int = 0
+    last_error: str = ""
+    disk_free: int = -1
+    disk_eta: float = 0.0
+    load_bytes: float = 0.0
+    load_total: int = 0
+    load_rate: float = 0.0
+    load_eta: float = 0.0
+    run: str = ""
+    healthy: Optional[HealthyProfile] = None
+    faults: List[Fault] = field(default_factory=list)
+
+
+@dataclass
+class MonitorArgs:
+    """Follow servers of this host (all of ours when ``servers`` is empty) for ``until`` seconds, a ``vitals`` event
+    each time that one has changed. ``ready``: end as soon as each of them is ready, or has a fault."""
+
+    servers: List[str] = field(default_factory=list)
+    patience: Optional[Patience] = None
+    until: float = 86400.0
+    interval: float = 2.0
+    ready: bool = False
+
+
+@dataclass
+class MonitorResult:
+    """The last ``vitals`` of each server; what ``samples`` looks cost this host: CPU seconds in all, and the time that
+    the looks themselves took."""
+
+    servers: List[Vitals] = field(default_factory=list)
+    samples: int = 0
+    cpu_seconds: float = 0.0
+    wall_seconds: float = 0.0
 
 
 @dataclass
@@ -671,21 +886,27 @@ class StopArgs:
 @dataclass
 class StopResult:
     """Servers by what happened to them. ``waiting``: extractions of them, as ``<run> on <server>``, that go on when
-    the server is launched again."""
+    the server is launched again. ``gpu_freed``: bytes of GPU memory that came free; ``gpu_held`` says of each GPU that
+    gave less than the servers had there who has it now (both empty where there is no nvidia-smi)."""
 
     stopped: List[str] = field(default_factory=list)
     killed: List[str] = field(default_factory=list)
     absent: List[str] = field(default_factory=list)
     waiting: List[str] = field(default_factory=list)
+    gpu_freed: int = 0
+    gpu_held: List[str] = field(default_factory=list)
 
 
 @dataclass
 class LogsArgs:
-    """Last ``lines`` lines of a server's log; with ``follow`` new lines come as ``log`` events until the deadline."""
+    """Last ``lines`` lines of a server's log; with ``follow`` new lines come as ``log`` events until the deadline.
+    Only those of tensor-parallel rank ``rank`` (-1: all), and only those that were logged in ``phase`` (empty: all)."""
 
     server: str
     lines: int = 50
     follow: bool = False
+    rank: int = -1
+    phase: str = ""
 
 
 @dataclass
@@ -979,7 +1200,8 @@ class CollectedShare:
 class CleanArgs:
     """Remove what is ours from the host. Servers must be stopped and patches reverted first; drivers are ended.
     ``data`` also removes this host's shards in ``capture_dirs``; without it runs that still have shards are kept. It
-    is a ``conflict`` when a manifest has a sample that is not ``collected``, unless ``discard`` gives those up."""
+    is a ``conflict`` when a manifest has a sample that is not ``collected``, unless its run is one of ``discard``.
+    ``dry_run`` only lists what would go; nothing stands in its way then."""
 
     capture_dirs: List[str] = field(default_factory=list)
     interpreters: List[Interpreter] = field(default_factory=list)
@@ -987,12 +1209,13 @@ class CleanArgs:
     runs: List[str] = field(default_factory=list)
     """Only these runs; empty: everything of ours."""
     collected: List[CollectedShare] = field(default_factory=list)
-    discard: bool = False
+    discard: List[str] = field(default_factory=list)
+    dry_run: bool = False
 
 
 @dataclass
 class CleanResult:
-    """What was removed and what was left, with the reason."""
+    """What was removed (or would be) and what was left, with the reason."""
 
     removed: List[str] = field(default_factory=list)
     kept: List[str] = field(default_factory=list)
@@ -1001,10 +1224,16 @@ class CleanResult:
 
 VERBS = (
     "probe",
+    "hold",
+    "release",
+    "forecast",
     "patch",
     "revert",
     "launch",
     "watch",
+    "monitor",
+    "restart",
+    "unlock",
     "settings",
     "evidence",
     "tool",

@@ -29,7 +29,9 @@ class ServerRecord:
     ``selfcheck`` is empty before one ran, ``passed``, or why the last one failed. ``expectations`` is what the patch
     wants the server to say of itself, ``settings`` how that went: empty before, ``passed``, or what is not so.
     ``import_env`` are the values of ``protocol.IMPORT_VARIABLES`` in its environment, for workers of this server;
-    ``delivery`` is how its patch came in (``protocol.DELIVERIES``)."""
+    ``delivery`` is how its patch came in (``protocol.DELIVERIES``). ``ranks`` are its schedulers; ``kind`` is the key
+    of starts like this one in ``healthy.jsonl``, empty until a watch has seen it; ``held_by`` says how it survives a
+    logout (``logind.Shelter``)."""
 
     name: str
     pid: int
@@ -60,6 +62,9 @@ class ServerRecord:
     delivery: str = "in-place"
     expectations: List[Expectation] = field(default_factory=list)
     settings: str = ""
+    ranks: int = 1
+    kind: str = ""
+    held_by: str = ""
     v: int = 1
 
 
@@ -159,6 +164,8 @@ def server_state(record: ServerRecord) -> ServerState:
         uptime=time.time() - record.started_at if running else 0.0,
         delivery=record.delivery,
         detail="" if record.settings == PASSED else record.settings,
+        patch_name=record.patch,
+        capture_dir=record.capture_dir,
     )
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from pathlib import Path
-from typing import BinaryIO, Iterator, List
+from typing import BinaryIO, Deque, Iterator, List, Optional
 
 from fleetdump.agent import patching
 from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.guard import Guard, Stuck
+from fleetdump.agent.logfilter import LineFilter
 from fleetdump.agent.protocol import (
+    PHASES,
     AgentFailure,
     Interpreter,
     LogsArgs,
@@ -21,18 +25,21 @@ from fleetdump.agent.protocol import (
     StatusResult,
 )
 from fleetdump.agent.scrub import scrub
-from fleetdump.agent.server import server_states
+from fleetdump.agent.server import readable_records, server_states
 from fleetdump.agent.share import runs_of, shares_of
 from fleetdump.agent.tapstatus import taps_of
 
 BLOCK = 1 << 20
 POLL = 0.2
+DISK_SECONDS = 2.0
 
 
 # --------------------------------------------------------------------------- status
 def status(args: StatusArgs, ctx: AgentContext) -> StatusResult:
     """Servers, runs and, with ``args.interpreter``, the patch of that engine. Changes nothing, makes no directory."""
     servers = server_states(ctx.state)
+    for server in servers:
+        server.disk_free = _free(server.capture_dir)
     return StatusResult(
         hostname=os.uname().nodename,
         servers=servers,
@@ -46,6 +53,15 @@ def status(args: StatusArgs, ctx: AgentContext) -> StatusResult:
 def _patch_state(interpreter: Interpreter, ctx: AgentContext) -> PatchState:
     limit = max(1.0, min(30.0, ctx.remaining()))
     return patching.read_state(interpreter.python, env=interpreter.env, timeout=limit)
+
+
+def _free(path: str) -> int:
+    """Bytes free on the file system of ``path``; -1 without one, and for one that does not answer (a dead mount)."""
+    with contextlib.suppress(OSError, Stuck):
+        if path:
+            stat = Guard(DISK_SECONDS).call(lambda: os.statvfs(path))
+            return stat.f_bavail * stat.f_frsize
+    return -1
 
 
 def progress_of_all(state: State) -> List[RunProgress]:
@@ -79,17 +95,42 @@ def logs(args: LogsArgs, ctx: AgentContext) -> LogsResult:
             why=f"servers of ours on this host: {known}",
             next_step="launch it with `fleetdump deploy`, or name another server",
         ) from None
+    wanted = _filter(args, ctx)
     with log:
         total = count_lines(log)
-        lines = [scrub(line) for line in tail(log, args.lines)]
+        found = tail(log, args.lines) if wanted is None else filtered(log, args.lines, wanted)
+        lines = [scrub(line) for line in found]
     if not args.follow:
         return LogsResult(str(path), total, lines)
     for line in lines:
         ctx.emit("log", server=args.server, line=line)
     for line in follow(path, ctx):
         total += 1
-        ctx.emit("log", server=args.server, line=scrub(line))
+        if wanted is None or wanted.keeps(line):
+            ctx.emit("log", server=args.server, line=scrub(line))
     return LogsResult(str(path), total)
+
+
+def _filter(args: LogsArgs, ctx: AgentContext) -> Optional[LineFilter]:
+    """None when every line is wanted. Raises ``AgentFailure`` usage for a phase that there is not."""
+    if args.rank < 0 and not args.phase:
+        return None
+    if args.phase and args.phase not in PHASES:
+        raise AgentFailure("usage", f"there is no phase {args.phase}", next_step=f"one of {', '.join(PHASES)}")
+    records, _ = readable_records(ctx.state)
+    ranks = next((record.ranks for record in records if record.name == args.server), 1)
+    return LineFilter(args.rank, args.phase, ranks)
+
+
+def filtered(log: BinaryIO, lines: int, wanted: LineFilter) -> List[str]:
+    """The last ``lines`` of the lines that are wanted; the whole log is read for that."""
+    log.seek(0)
+    kept: Deque[str] = deque(maxlen=lines)
+    for raw in log:
+        line = raw.rstrip(b"\r\n").decode("utf-8", "replace")
+        if wanted.keeps(line):
+            kept.append(line)
+    return list(kept)
 
 
 def count_lines(log: BinaryIO) -> int:

@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass, field
 from typing import List, Optional, Tuple
 
-from fleetdump.agent import procfs
+from fleetdump.agent import gpumemory, procfs
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.procfs import ProcSample
 from fleetdump.agent.protocol import AgentFailure, StopArgs, StopResult
@@ -35,12 +36,15 @@ def stop(args: StopArgs, ctx: AgentContext) -> StopResult:
         if record is None or not living(record):
             result.absent.append(name)
             continue
-        (result.killed if end_server(record, ctx, args.grace) else result.stopped).append(name)
+        ended = end_server(record, ctx, args.grace)
+        (result.killed if ended.killed else result.stopped).append(name)
+        result.gpu_freed += ended.gpu_freed
+        result.gpu_held += ended.gpu_held
     for name, failure in unreadable.items():
         if not args.servers or name in args.servers:
             raise _cannot_stop(name, failure, result)
-    ended = {*result.stopped, *result.killed}
-    shares = [share for run in runs_of(ctx.state) for share in shares_of(ctx.state, run) if share.server in ended]
+    gone = {*result.stopped, *result.killed}
+    shares = [share for run in runs_of(ctx.state) for share in shares_of(ctx.state, run) if share.server in gone]
     result.waiting = [f"{share.run} on {share.server}" for share in shares if share.driver_alive()]
     return result
 
@@ -52,9 +56,20 @@ def _cannot_stop(name: str, failure: AgentFailure, result: StopResult) -> AgentF
     return AgentFailure(error.code, what, error.where, error.why, error.next_step)
 
 
-def end_server(record: ServerRecord, ctx: AgentContext, grace: float) -> bool:
-    """End every process of the server's session; returns whether any had to be killed. The record says so from before
-    the first signal on, so that whoever watches the server does not take its end for a death."""
+@dataclass
+class Ended:
+    """How a server ended: whether a process of it had to be killed, and what became of its GPU memory (as in
+    ``StopResult``)."""
+
+    killed: bool
+    gpu_freed: int = 0
+    gpu_held: List[str] = field(default_factory=list)
+
+
+def end_server(record: ServerRecord, ctx: AgentContext, grace: float) -> Ended:
+    """End every process of the server's session, and see its GPU memory come free. The record says so from before the
+    first signal on, so that whoever watches the server does not take its end for a death."""
+    memory = gpumemory.in_use([member.pid for member in living(record)])
     _note_stop(record, ctx, time.time())
     _signal(_terminable(record), record, signal.SIGTERM)
     _wait(record, min(grace, max(1.0, ctx.remaining() - KILL_WAIT)))
@@ -71,7 +86,7 @@ def end_server(record: ServerRecord, ctx: AgentContext, grace: float) -> bool:
         _signal(left, record, signal.SIGKILL)
         time.sleep(POLL)
     _note_stop(record, ctx, time.time(), ended=True)
-    return killed
+    return Ended(killed, *gpumemory.wait_until_free(memory, min(gpumemory.FREE_SECONDS, max(0.0, ctx.remaining() - 5))))
 
 
 def _note_stop(record: ServerRecord, ctx: AgentContext, at: float, ended: bool = False) -> None:

@@ -12,21 +12,25 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from fleetdump.agent import audit, healthy, procfs
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.evidence_types import Target, WatchFacts
+from fleetdump.agent.family import Family, RollCall
 from fleetdump.agent.formats import FORMAT_VERSION
 from fleetdump.agent.jsonl import append_lines, open_journal
+from fleetdump.agent.loading import Loading, LoadMeter, model_bytes
 from fleetdump.agent.lock import read_holder
-from fleetdump.agent.logmarks import LogMarks, LogParser
+from fleetdump.agent.logfollow import LogFollower
+from fleetdump.agent.logmarks import LogMarks
 from fleetdump.agent.probes import gpu, net
 from fleetdump.agent.probes.bounded import ProbeFailed
 from fleetdump.agent.progress import Assessment, ProgressTracker, Sample
 from fleetdump.agent.protocol import AgentFailure, HealthyProfile, WatchArgs, WatchResult
 from fleetdump.agent.scrub import scrub
 from fleetdump.agent.server import ServerRecord, load_record, save_record
+from fleetdump.agent.vitals import death
 
 SETTLE_SECONDS = 2.0
 """Between the first sign of a death and its report: time for the traceback to reach the log."""
@@ -37,8 +41,6 @@ GPU_INTERVAL = 5.0
 EVIDENCE_SECONDS = 5.0
 CLOSING_SECONDS = 2.0
 """Kept of the call's deadline for the answer."""
-CHUNK = 1 << 20
-MEMBERS = ("scheduler", "detokenizer", "data_parallel_controller")
 
 
 @dataclass
@@ -74,7 +76,9 @@ def judge(args: WatchArgs, now: Situation) -> Optional[Tuple[str, str]]:
     if wrong:
         return "wrong_model", _wrong_model(args.expect_class, wrong, marks)
     if marks.crashed or now.lost or not now.launcher_alive:
-        return ("died", _death(now)) if now.since_death >= SETTLE_SECONDS else None
+        if now.since_death < SETTLE_SECONDS:
+            return None
+        return "died", death(marks, now.lost, now.launcher_alive)
     if args.mark and marks.refused:
         return "no_mark", f"the patch refuses to work: {'; '.join(sorted(set(marks.refused.values())))}"
     if not (marks.ready and now.answers):
@@ -110,50 +114,6 @@ def _likeness(module: str, model_class: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _death(now: Situation) -> str:
-    crash, parts = now.marks.crashed, []
-    if crash and crash.kind in ("exception", "child_exception", "child_death", "warmup"):
-        parts.append(f"{crash.rank}: {crash.reason}" if crash.rank else crash.reason)
-    if now.lost:
-        parts.append(f"gone: {', '.join(now.lost)}")
-    if not now.launcher_alive:
-        parts.append("the launcher is gone")
-    if now.marks.last_error and not (crash and crash.reason == now.marks.last_error):
-        parts.append(f"last error in the log: {now.marks.last_error}")
-    parts += [f"the log says: {line}" for line in now.marks.troubles.values()]
-    return "; ".join(parts) or (crash.reason if crash else "")
-
-
-class LogFollower:
-    """Reads a log as it grows; one that was truncated or replaced is read from its start again."""
-
-    def __init__(self, path: str, mark: str, ranks: int) -> None:
-        self._path, self._mark, self._ranks = path, mark, ranks
-        self._parser = LogParser(mark, ranks)
-        self._inode = 0
-        self._offset = 0
-
-    @property
-    def marks(self) -> LogMarks:
-        return self._parser.marks
-
-    def read(self) -> LogMarks:
-        """Read what has come since; a log that is not there (yet) has no marks."""
-        try:
-            with open(self._path, "rb") as file:
-                stat = os.fstat(file.fileno())
-                if stat.st_ino != self._inode or stat.st_size < self._offset:
-                    self._parser = LogParser(self._mark, self._ranks)
-                    self._inode, self._offset = stat.st_ino, 0
-                file.seek(self._offset)
-                for data in iter(lambda: file.read(CHUNK), b""):
-                    self._parser.feed(data)
-                    self._offset += len(data)
-        except FileNotFoundError:
-            pass
-        return self.marks
-
-
 class GpuMemory:
     """Memory in use on all GPUs, asked for now and then in a thread, since nvidia-smi itself can hang."""
 
@@ -186,12 +146,15 @@ class Watcher:
         self._args, self._ctx, self._record = args, ctx, record
         self._log = LogFollower(record.log, args.mark, args.ranks)
         self._gpu = GpuMemory()
-        self._members: Dict[Tuple[int, int], str] = {}
-        self._lost: Set[str] = set()
+        self._roll = RollCall()
+        self._lost: List[str] = []
         self._death_at = 0.0
         self._ready_at = 0.0
         self._phases_told = 0
         self._last_tick = 0.0
+        self._family = Family(record.pid, record.start_time)
+        self._meter = LoadMeter(model_bytes(record.model_path))
+        self._loading: Optional[Loading] = None
         self._engine, self._key = healthy.kind_of(record)
         self._healthy = healthy.profile(ctx.state, self._key)
         usual = self._healthy.phase_seconds if self._healthy else None
@@ -256,10 +219,12 @@ class Watcher:
     def _look(self) -> Tuple[Situation, Assessment]:
         # Processes first: whoever dies after this look has already written what the log shows below.
         alive = procfs.is_alive(self._record.pid, self._record.start_time)
-        processes = procfs.server_processes(self._record.pid, self._record.pid) if alive else []
+        processes = self._family.sample() if alive else []
         marks = self._log.read()
-        self._note_losses(processes, marks)
+        if alive:
+            self._lost = self._roll.call(processes, marks, self._args.ranks if marks.ready else 0)
         now = time.monotonic()
+        self._loading = self._meter.observe(now, marks.phase, processes, marks.bar)
         if (marks.crashed or self._lost or not alive) and not self._death_at:
             self._death_at = now
         if marks.ready and not self._ready_at:
@@ -267,10 +232,10 @@ class Watcher:
         situation = Situation(
             marks=marks,
             launcher_alive=alive,
-            lost=sorted(self._lost),
+            lost=self._lost,
             since_death=now - self._death_at if self._death_at else 0.0,
             since_ready=now - self._ready_at if self._ready_at else 0.0,
-            answers=marks.ready and alive and self._answers(),
+            answers=marks.ready and alive and self._roll.is_whole and self._answers(),
         )
         return situation, self._tracker.observe(self._sample(now, marks, processes))
 
@@ -278,17 +243,6 @@ class Watcher:
         # A server that says it is ready but whose port does not answer must not count as an idle one.
         phase = "warmup" if marks.phase == "serving" else marks.phase
         return Sample(now, phase, marks.news, marks.forwards, processes, self._gpu.latest())
-
-    def _note_losses(self, processes: List[procfs.ProcSample], marks: LogMarks) -> None:
-        for process in processes:
-            if process.role in MEMBERS:
-                who = f"{process.role} {process.rank}" if process.rank else process.role
-                self._members[(process.pid, process.start_time)] = f"{who} (pid {process.pid})"
-        self._lost |= {who for (pid, start), who in self._members.items() if not procfs.is_alive(pid, start)}
-        schedulers = sum(process.role == "scheduler" for process in processes)
-        titled = any(process.role in MEMBERS for process in processes)
-        if marks.ready and titled and schedulers < self._args.ranks and not self._lost:
-            self._lost.add(f"{self._args.ranks - schedulers} of {self._args.ranks} schedulers")
 
     def _answers(self) -> bool:
         target = Target(self._record.pid, self._record.start_time, port=self._record.port, host=self._record.host)
@@ -308,10 +262,20 @@ class Watcher:
             self._save(ready=False)
         if time.monotonic() - self._last_tick >= 1.0:
             self._last_tick = time.monotonic()
-            idle = round(assessment.idle_seconds, 1)
-            self._ctx.emit("tick", server=self._record.name, lines=marks.lines, phase=marks.phase, idle_seconds=idle)
+            fact = {"server": self._record.name, "phase": marks.phase, "lines": marks.lines}
+            self._ctx.emit("tick", **fact, idle_seconds=round(assessment.idle_seconds, 1), **self._load_facts())
+
+    def _load_facts(self) -> Dict[str, Any]:
+        """What of the weights has been read, where that is what happens now."""
+        now = self._loading
+        if now is None:
+            return {}
+        done, rate, eta = round(now.done), round(now.rate), round(now.eta)
+        return {"load_bytes": done, "load_total": now.total, "load_rate": rate, "load_eta": eta}
 
     def _timeline(self, event: str, fact: Dict[str, Any]) -> None:
+        if self._record.ready and fact.get("outcome", "ready") == "ready":
+            return  # it was ready before this watch began: nothing has happened to it
         line = {"v": FORMAT_VERSION, "t": time.time(), "event": event, "launch_id": self._record.launch_id, **fact}
         with contextlib.suppress(OSError):  # a full disk, a file that is none: the watch goes on without it
             file = open_journal(self._ctx.state.root / "servers" / self._record.name / "timeline.jsonl")
@@ -327,6 +291,7 @@ class Watcher:
             return
         current.phase, current.lines = self._log.marks.phase, self._log.marks.lines
         current.ready = current.ready or ready
+        current.kind = self._key
         save_record(self._ctx.state, current)
 
     def _current(self) -> Optional[ServerRecord]:
@@ -348,7 +313,7 @@ class Watcher:
             lines=marks.ready_line or marks.lines,
             phase_seconds={name: round(s, 1) for name, s in self._phase_seconds(until).items()},
             idle_seconds=round(assessment.idle_seconds, 1),
-            detail="; ".join(filter(None, [scrub(detail), "" if outcome == "ready" else self._log_elsewhere()])),
+            detail="; ".join(filter(None, [scrub(detail), "" if outcome == "ready" else self._log_trouble()])),
             log_tail=[scrub(line) for line in marks.tail],
             healthy=self._healthy,
         )
@@ -369,7 +334,10 @@ class Watcher:
         first = current is not None and not current.ready
         self._save(ready=True)
         if first:
-            start = healthy.HealthyStart(self._key, result.lines, result.seconds, result.phase_seconds, self._engine)
+            took = max((rank.weights_gb or 0.0 for rank in self._log.marks.ranks.values()), default=0.0)
+            start = healthy.HealthyStart(
+                self._key, result.lines, result.seconds, result.phase_seconds, self._engine, took
+            )
             healthy.remember(self._ctx.state, start)
 
     def _evidence(self, assessment: Assessment) -> Tuple[Dict[str, Any], str]:
@@ -409,13 +377,19 @@ class Watcher:
             return ""
         return f" (healthy starts had {known.lines_span})"
 
-    def _log_elsewhere(self) -> str:
-        """Says so when the launcher's stdout is another file than the watched log."""
+    def _log_trouble(self) -> str:
+        """Why the watched log may not say what the server does: the launcher's stdout is another file, or its disk is
+        full. Empty when it does say it."""
+        log = self._record.log
         try:
-            out, log = os.stat(f"{procfs.PROC}/{self._record.pid}/fd/1"), os.stat(self._record.log)
+            out = os.stat(f"{procfs.PROC}/{self._record.pid}/fd/1")
+            disk = os.statvfs(os.path.dirname(log))
         except OSError:
             return ""
-        if (out.st_dev, out.st_ino) == (log.st_dev, log.st_ino):
-            return ""
+        if not disk.f_bavail or (disk.f_files and not disk.f_favail):
+            return f"the disk of the log is full, so that nothing more comes into {log}"
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(out, os.stat(log)):
+                return ""
         target = procfs.read_link(f"{procfs.PROC}/{self._record.pid}/fd/1")
-        return f"the server writes to {target}, not to the watched log {self._record.log}"
+        return f"the server writes to {target}, not to the watched log {log}"

@@ -18,8 +18,9 @@ from fleetdump.agent.protocol import to_json
 from fleetdump.errors import ExitCode, FleetdumpError, LockedError, UnreachableError, kind_of, worst
 from fleetdump.fleet import ConnectOptions, Host, Outcome, fan_out
 from fleetdump.inventory import HostConfig, Inventory, load
+from fleetdump.tasks.rollout import ALL_AT_ONCE, Rollout
 from fleetdump.views.console import HostResult, err, print_error, print_json
-from fleetdump.views.hosts import show_alike, show_event, show_recap
+from fleetdump.views.hosts import show_alike, show_event, show_not_started, show_recap
 
 T = TypeVar("T")
 DEFAULT_INVENTORY = "inventory.yaml"
@@ -139,17 +140,25 @@ class Verb:
     recap: bool = True
 
 
-def run(options: FleetOptions, verb: Verb, function: Callable[[Host], Any]) -> None:
-    """Run ``function`` on every selected host, print each result as it comes, and exit with the worst code."""
+def run(options: FleetOptions, verb: Verb, function: Callable[[Host], Any], rollout: Rollout = ALL_AT_ONCE) -> None:
+    """Run ``function`` on every selected host, in the groups of ``rollout``, print each result as it comes, and exit
+    with the worst code."""
     report = Report(options, verb)
-    fan_out(
-        options.select(verb.read_only),
-        function,
-        limit=options.jobs,
-        deadline=verb.deadline + options.lock_wait,
-        options=options.connect_options(),
-        on_outcome=report.add,
-    )
+    groups = rollout.groups(options.select(verb.read_only))
+    for number, group in enumerate(groups):
+        if number and not rollout.may_go_on(report.went_well):
+            report.not_started(
+                [host.name for rest in groups[number:] for host in rest], rollout.reason(report.went_well)
+            )
+            break
+        fan_out(
+            group,
+            function,
+            limit=options.jobs,
+            deadline=verb.deadline + options.lock_wait,
+            options=options.connect_options(),
+            on_outcome=report.add,
+        )
     sys.exit(report.close())
 
 
@@ -180,6 +189,19 @@ class Report:
         else:
             self._values[name] = outcome.value
             self._verb.show(name, outcome.value)
+
+    @property
+    def went_well(self) -> list[bool]:
+        """For each host that has ended, in that order."""
+        return [code == ExitCode.OK for code in self._codes]
+
+    def not_started(self, hosts: list[str], why: str) -> None:
+        """Hosts whose turn never came."""
+        results = [HostResult(host, self._verb.name, "not started") for host in hosts]
+        self._results += results
+        for result in results if self._options.as_json else []:
+            print_json(result)
+        show_not_started(hosts, why)
 
     def close(self) -> ExitCode:
         """Print what is to be said of all hosts; the exit code that stands for them."""

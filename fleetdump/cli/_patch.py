@@ -11,7 +11,7 @@ import click
 
 from fleetdump.agent.protocol import PatchSpec
 from fleetdump.patches import find_patch, load_patch
-from fleetdump.tasks.deploy import Delivery
+from fleetdump.tasks.deployplan import Delivery
 
 
 @dataclass(frozen=True)

@@ -8,31 +8,45 @@ import click
 
 from fleetdump.agent.protocol import CleanResult
 from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, lock_wait_option, run
+from fleetdump.tasks.clean import CleanPlan
 from fleetdump.tasks.clean import clean as clean_on
 from fleetdump.views.console import out, size
 
 
-def _show(host: str, result: CleanResult) -> None:
-    out.print(f"{host}: removed {len(result.removed)} item(s), {size(result.freed_bytes)}", markup=False)
+def _show(host: str, result: CleanResult, done: str) -> None:
+    out.print(f"{host}: {done} {len(result.removed)} item(s), {size(result.freed_bytes)}", markup=False)
+    for path in result.removed:
+        out.print(f"  {path}", markup=False)
     for kept in result.kept:
         out.print(f"  kept {kept}", markup=False)
 
 
 @click.command(short_help="Remove everything of ours from the hosts.")
-@click.option("--data", is_flag=True, help="Also remove the shards (only what was collected).")
-@click.option("--discard-uncollected", is_flag=True, help="With --data: delete samples that exist nowhere else.")
+@click.option("--data", is_flag=True, help="Also remove the shards (only what was collected and verified).")
+@click.option(
+    "--discard",
+    multiple=True,
+    metavar="RUN",
+    help="With --data: give up the samples of this run that were not collected.",
+)
+@click.option("--check", "dry_run", is_flag=True, help="Only list what is ours on the hosts; remove nothing.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @lock_wait_option
 @fleet_options
-def clean(options: FleetOptions, data: bool, discard_uncollected: bool, runs_dir: Path) -> None:
-    """Remove fleetdump's files from the hosts, after stop and revert.
+def clean(options: FleetOptions, data: bool, discard: tuple[str, ...], dry_run: bool, runs_dir: Path) -> None:
+    """Remove fleetdump's files from the hosts, after stop and revert, and list them.
 
     \b
-    Example:
+    Examples:
+      fleetdump clean --check --data
       fleetdump stop && fleetdump revert && fleetdump clean --data
     """
+    if discard and not data:
+        raise click.UsageError("--discard is about shards: it goes with --data")
+    plan = CleanPlan(data, discard, dry_run)
+    done = "would remove" if dry_run else "removed"
     run(
         options,
-        Verb("clean", _show, deadline=400.0),
-        lambda host: clean_on(host, runs_dir, data, discard_uncollected),
+        Verb("clean", lambda host, result: _show(host, result, done), deadline=400.0),
+        lambda host: clean_on(host, runs_dir, plan),
     )

@@ -18,11 +18,14 @@ from fleetdump.cli.extract import extract
 from fleetdump.cli.init import init
 from fleetdump.cli.logs import logs
 from fleetdump.cli.patches import patches
+from fleetdump.cli.restart import restart
 from fleetdump.cli.revert import revert
 from fleetdump.cli.selfcheck import selfcheck
 from fleetdump.cli.status import status
 from fleetdump.cli.stop import stop
+from fleetdump.cli.unlock import unlock
 from fleetdump.cli.verify import verify
+from fleetdump.cli.watch import watch
 from fleetdump.errors import ExitCode, FleetdumpError, of_local_file
 from fleetdump.views.console import err, print_error
 
@@ -62,16 +65,19 @@ for _command in (
     deploy,
     selfcheck,
     status,
+    watch,
     logs,
     diagnose,
     extract,
     verify,
     collect,
+    restart,
     stop,
     revert,
     clean,
     patches,
     audit,
+    unlock,
 ):
     cli.add_command(_command)
 

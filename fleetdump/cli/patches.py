@@ -13,7 +13,7 @@ from fleetdump.errors import UsageError
 from fleetdump.fleet import Host, fan_out
 from fleetdump.inventory import HostConfig
 from fleetdump.patches import find_patch, known_patches, load_patch
-from fleetdump.tasks.deploy import Delivery
+from fleetdump.tasks.deployplan import Delivery
 from fleetdump.tasks.patches import dry_run
 from fleetdump.views.console import out, print_error
 from fleetdump.views.patches import show_dry_run, show_patch, show_patches

@@ -8,19 +8,25 @@ from fleetdump.agent.protocol import StatusResult
 from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, run
 from fleetdump.errors import ExitCode
 from fleetdump.tasks.server import status as status_of
-from fleetdump.views.hosts import show_status
+from fleetdump.views.status import show_statuses
+
+
+def _show(_host: str, _status: StatusResult) -> None:
+    """All hosts are shown together, in columns."""
 
 
 @click.command(short_help="Servers, runs and patch of each host.")
 @fleet_options
 def status(options: FleetOptions) -> None:
-    """Show everything of ours on each host: servers, runs, patch, disk used. Exit code 1 when a server has died.
+    """Show everything of ours on each host: a line a server (state, phase, uptime, patch, capture rate, queue of what
+    waits for the disk, disk left, errors), and the runs. `fleetdump watch` shows the same as it changes.
+    Exit code 1 when a server has died.
 
     \b
     Example:
       fleetdump status --host @small
     """
-    run(options, Verb("status", show_status, code=_code, read_only=True, deadline=60.0), status_of)
+    run(options, Verb("status", _show, show_all=show_statuses, code=_code, read_only=True, deadline=60.0), status_of)
 
 
 def _code(found: StatusResult) -> ExitCode:

@@ -7,7 +7,7 @@ import click
 from fleetdump.agent.protocol import StopResult
 from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, lock_wait_option, run
 from fleetdump.tasks.server import stop as stop_on
-from fleetdump.views.console import out
+from fleetdump.views.console import out, size
 
 
 def _show(host: str, result: StopResult) -> None:
@@ -21,6 +21,10 @@ def _show(host: str, result: StopResult) -> None:
         out.print(
             "  killed: it did not end by itself within the grace; nothing that was captured is lost", markup=False
         )
+    if result.gpu_freed:
+        out.print(f"  {size(result.gpu_freed)} of GPU memory came free", markup=False)
+    for held in result.gpu_held:
+        out.print(f"  not freed: {held}", markup=False)
     for extraction in result.waiting:
         out.print(f"  extraction {extraction} waits, and goes on after the next deploy", markup=False)
 

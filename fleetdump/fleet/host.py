@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-CALLS_AT_ONCE = 8
+CALLS_AT_ONCE = 9
 """OpenSSH allows ten sessions on one connection (MaxSessions)."""
 
 
@@ -49,6 +50,7 @@ class Host(invoke.Context):  # type: ignore[misc]
         self._set(
             _host=config,
             _options=options,
+            _lease="",
             _slots=threading.BoundedSemaphore(CALLS_AT_ONCE),
             _agent=Agent(
                 where=config.name,
@@ -90,10 +92,20 @@ class Host(invoke.Context):  # type: ignore[misc]
             operator=self._options.operator,
             body_lines=len(body or ()),
             lock_wait=self._options.lock_wait,
+            lease=self._lease,
         )
         with self._slots:
             data = call(self._agent, request, body or (), Handlers(self._events(on_event), blob))
         return from_json(result, data)
+
+    @contextlib.contextmanager
+    def under(self, lease: str) -> Iterator[None]:
+        """Calls inside belong to the deploy that holds the host by ``lease`` (``fleet.lease``)."""
+        self._set(_lease=lease)
+        try:
+            yield
+        finally:
+            self._set(_lease="")
 
     def _events(self, on_event: OnEvent | None) -> OnEvent:
         def handle(event: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from fleetdump.agent.protocol import (
@@ -17,16 +18,28 @@ from fleetdump.ledger import Ledger
 from fleetdump.tasks._task import task
 
 
+@dataclass(frozen=True)
+class CleanPlan:
+    """``data``: the shards too. ``discard``: runs whose samples may go though they were not collected. ``dry_run``:
+    only list what would go."""
+
+    data: bool = False
+    discard: tuple[str, ...] = ()
+    dry_run: bool = False
+
+
 @task
-def clean(host: Host, runs_dir: Path, data: bool = False, discard_uncollected: bool = False) -> CleanResult:
-    """Remove the agent's state, and with ``data`` the shards; raises ``HostError`` conflict when samples would be lost:
-    the host compares what it has committed with what the ledgers in ``runs_dir`` know to lie here."""
+def clean(host: Host, runs_dir: Path, plan: CleanPlan | None = None) -> CleanResult:
+    """Remove the agent's state, and with ``plan.data`` the shards; raises ``HostError`` conflict when samples would be
+    lost: the host compares what it has committed with what the ledgers in ``runs_dir`` know to lie here."""
+    plan = plan or CleanPlan()
     args = CleanArgs(
         capture_dirs=[host.config.capture.dir] if host.config.capture.dir else [],
         interpreters=interpreters(host.config.servers),
-        data=data,
-        collected=_collected(host, runs_dir) if data and not discard_uncollected else [],
-        discard=discard_uncollected,
+        data=plan.data,
+        collected=_collected(host, runs_dir) if plan.data and not plan.dry_run else [],
+        discard=list(plan.discard),
+        dry_run=plan.dry_run,
     )
     return host.call(args, CleanResult, verb="clean", deadline=300.0)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from fleetdump.agent.protocol import PatchArgs, PatchResult, PatchSpec, interpreters, models_of
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task
-from fleetdump.tasks.deploy import PATCH_DEADLINE, Delivery
+from fleetdump.tasks.deploy import PATCH_DEADLINE
+from fleetdump.tasks.deployplan import Delivery
 
 
 @task

@@ -6,7 +6,8 @@ from fleetdump.agent.protocol import RevertResult, StatusArgs, StatusResult
 from fleetdump.errors import HostError
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task
-from fleetdump.tasks.deploy import Event, revert_patch
+from fleetdump.tasks.deploy import revert_patch
+from fleetdump.tasks.steps import Event
 
 
 @task

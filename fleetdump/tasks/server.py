@@ -23,8 +23,9 @@ from fleetdump.diagnosis import Verdict, anonymise, diagnose
 from fleetdump.errors import UsageError
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task
-from fleetdump.tasks.deploy import Event, stop_servers
+from fleetdump.tasks.deploy import stop_servers
 from fleetdump.tasks.evidence import take_evidence
+from fleetdump.tasks.steps import Event
 
 FOLLOW_LIMIT = 24 * 3600.0
 
@@ -63,16 +64,27 @@ def audit(host: Host, entries: int) -> AuditResult:
     return host.call(AuditArgs(entries), AuditResult, verb="audit")
 
 
+@dataclass(frozen=True)
+class LogView:
+    """Lines of a server's log: the last ``lines`` of those of ``rank`` (-1: all) in ``phase`` (empty: all)."""
+
+    server: str = ""
+    lines: int = 50
+    follow: bool = False
+    rank: int = -1
+    phase: str = ""
+
+
 @task
-def logs(host: Host, server: str, lines: int, follow: bool, on_line: Callable[[str], None]) -> LogsResult:
-    """The log's last lines; with ``follow`` each new line goes to ``on_line`` until interrupted."""
+def logs(host: Host, view: LogView, on_line: Callable[[str], None]) -> LogsResult:
+    """The log's last lines; with ``view.follow`` each new line goes to ``on_line`` until interrupted."""
 
     def on_event(event: dict[str, Any]) -> None:
         if event.get("event") == "log":
             on_line(str(event["line"]))
 
-    args = LogsArgs(server=server or only_server(host), lines=lines, follow=follow)
-    return host.call(args, LogsResult, verb="logs", on_event=on_event, deadline=FOLLOW_LIMIT if follow else 60.0)
+    args = LogsArgs(view.server or only_server(host), view.lines, view.follow, view.rank, view.phase)
+    return host.call(args, LogsResult, verb="logs", on_event=on_event, deadline=FOLLOW_LIMIT if view.follow else 60.0)
 
 
 @task

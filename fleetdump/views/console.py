@@ -19,6 +19,9 @@ from fleetdump.errors import FleetdumpError
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but newline and tab, and those that reorder or break lines."""
 
+_UNTAGGED = re.compile(r"\\\[(?![a-z#/@][^\[]*?\])")
+"""A backslash before a bracket that begins no tag: rich's ``escape`` leaves it alone, and its ``render`` drops it."""
+
 
 def visible(text: str) -> str:
     """``text`` with control characters, escape sequences' beginnings and direction marks as backslash escapes."""
@@ -27,7 +30,7 @@ def visible(text: str) -> str:
 
 def quoted(text: str) -> str:
     """``text`` for use inside a line with markup: nothing of it is markup, and it stays on that line."""
-    return escape(text.replace("\n", "\\n").replace("\t", "    "))
+    return _UNTAGGED.sub(r"\\\\[", escape(text.replace("\n", "\\n").replace("\t", "    ")))
 
 
 class SafeConsole(Console):
@@ -106,3 +109,8 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 host``, ``2 hosts``."""
+    return f"{number} {noun}" + ("s" if number != 1 else "")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from fleetdump.agent.protocol import AuditResult, Finding, ProbeResult, StatusResult, TapStatus, VerifyResult
+from fleetdump.agent.protocol import AuditResult, VerifyResult
 from fleetdump.diagnosis import Verdict
 from fleetdump.hostpatterns import compress
-from fleetdump.tasks.deploy import DeployReport, ServerReport
+from fleetdump.tasks.deployplan import DeployReport, ServerReport
 from fleetdump.tasks.server import Diagnosis
-from fleetdump.views.console import HostResult, duration, err, out, quoted, size
+from fleetdump.views.console import HostResult, count, duration, err, out, quoted, size
 
-_STATUS_STYLE = {"ok": "green", "failed": "red", "unreachable": "magenta", "stall": "bold red", "locked": "yellow"}
-_LEVELS = {"blocker": "bold red", "warning": "yellow"}
-"""Levels of findings that ask for something, the worst first, with their styles."""
+_STATUS_STYLE = {
+    "ok": "green",
+    "failed": "red",
+    "unreachable": "magenta",
+    "stall": "bold red",
+    "locked": "yellow",
+    "not started": "yellow",
+}
 _LOG_TAIL_OF = ("died", "stall", "timeout")
 """Outcomes whose cause may stand in the log's last lines."""
 _LOG_TAIL_LINES = 12
@@ -32,92 +37,15 @@ def show_event(host: str, event: dict[str, Any]) -> None:
         err.print(f"[dim]\\[{quoted(host)}][/] {quoted(text)}")
 
 
+def show_not_started(hosts: list[str], why: str) -> None:
+    """Hosts whose turn never came in a roll-out."""
+    err.print(f"[yellow]not started:[/] {quoted(', '.join(compress(sorted(hosts))))}: {quoted(why)}")
+
+
 def show_alike(first: str, others: list[str]) -> None:
     """The hosts whose error is that of ``first``, which was told in full."""
     names = ", ".join(compress(others))
-    err.print(f"[bold red]error:[/] {quoted(names)}: the same as {quoted(first)} ({_count(len(others), 'host')})")
-
-
-# --------------------------------------------------------------------------- check
-def show_probe(host: str, probe: ProbeResult) -> None:
-    """One line: what the host is, and whether a deploy would work. What is not well comes in ``show_findings``."""
-    model = f"{probe.model.architecture} with {probe.model.num_layers} layers" if probe.model else "no model"
-    gpus = f"{len(probe.gpus)} x {probe.gpus[0]}" if probe.gpus else "no GPU"
-    counts = {level: sum(finding.level == level for finding in probe.findings) for level in _LEVELS}
-    told = [f"[{style}]{_count(counts[level], level)}[/]" for level, style in _LEVELS.items() if counts[level]]
-    facts = quoted(", ".join((probe.engine or "no engine", model, gpus)))
-    out.print(f"[bold]{quoted(host)}[/]  {facts}: {', '.join(told) or '[green]ok[/]'}")
-
-
-def show_findings(probes: Mapping[str, ProbeResult]) -> None:
-    """Blockers and warnings of all hosts, each once with the hosts that have it; of a single host also what is well."""
-    if len(probes) == 1:
-        (probe,) = probes.values()
-        good = "; ".join(finding.text for finding in probe.findings if finding.level == "ok")
-        out.print(f"[green]ok[/]       {quoted(good)}")
-    having: dict[tuple[str, str, str], list[str]] = {}
-    for host, probe in probes.items():
-        for finding in probe.findings:
-            having.setdefault((finding.level, finding.text, finding.fix), []).append(host)
-    for level, style in _LEVELS.items():
-        for (its_level, text, fix), hosts in having.items():
-            if its_level == level:
-                _show_finding(Finding("", level, text, fix), style, _whose(hosts, len(probes)))
-
-
-def _whose(hosts: list[str], of: int) -> str:
-    if len(hosts) == of:
-        return f"all {of} hosts: " if of > 1 else ""
-    return f"{', '.join(compress(sorted(hosts)))}: "
-
-
-def _show_finding(finding: Finding, style: str, whose: str) -> None:
-    out.print(f"[{style}]{finding.level:8}[/] {quoted(whose + finding.text)}")
-    if finding.fix:
-        out.print(f"         fix: {quoted(finding.fix)}")
-
-
-# --------------------------------------------------------------------------- status
-def show_status(host: str, status: StatusResult) -> None:
-    """Servers, runs and patch of one host."""
-    patch = status.patch
-    text = f"patch {patch.state} {patch.patch}".strip() if patch else "patch not looked at"
-    out.print(f"[bold]{quoted(host)}[/]  {quoted(text)}; our files {size(status.state_bytes)}")
-    for server in status.servers:
-        lives = server.state in ("starting", "ready")
-        out.print(
-            f"  server {quoted(server.name)}: {server.state}"
-            + (f", pid {server.pid}, port {server.port}, up {duration(server.uptime)}" if lives else "")
-            + (f", phase {quoted(server.phase)}" if server.phase and server.state != "ready" else "")
-            + (f", self-check {_selfcheck(server.selfcheck)}" if lives and server.selfcheck else "")
-            + (", patched by the import hook" if lives and server.delivery == "import-hook" else "")
-            + (f": {quoted(server.detail)}" if server.detail else "")
-        )
-    living = {server.launch_id for server in status.servers if server.state in ("starting", "ready")}
-    for tap in status.taps:
-        if tap.launch_id in living:
-            out.print(f"  tap {quoted(tap.server)} {quoted(tap.role)}: {_tap(tap)}")
-    for share in status.shares:
-        out.print(
-            f"  run {quoted(share.run)} on {quoted(share.server)}: {share.state}, {share.done}/{share.samples} samples,"
-            f" {share.tokens_per_second:.0f} tok/s, {size(share.bytes_written)}"
-            + (f"; {quoted(share.detail)}" if share.detail else "")
-        )
-
-
-def _tap(tap: TapStatus) -> str:
-    skips = ", ".join(f"{count} {reason}" for reason, count in sorted(tap.skips.items()))
-    full = tap.queue_bytes / tap.ring_bytes if tap.ring_bytes else 0.0
-    return (
-        f"{size(tap.bytes)} written, {size(int(tap.bytes_per_second))}/s, ring {full:.0%} full"
-        + (f", forwards waited {duration(tap.waited_seconds)}" if tap.waited_seconds else "")
-        + (f"; skipped: {quoted(skips)}" if skips else "")
-        + (f"; [bold red]writes nothing[/]: {quoted(tap.last_error)}" if tap.failing else "")
-    )
-
-
-def _selfcheck(outcome: str) -> str:
-    return outcome if outcome == "passed" else f"[bold red]failed[/]: {quoted(outcome)}"
+    err.print(f"[bold red]error:[/] {quoted(names)}: the same as {quoted(first)} ({count(len(others), 'host')})")
 
 
 # --------------------------------------------------------------------------- audit
@@ -141,7 +69,7 @@ def show_verification(host: str, result: VerifyResult) -> None:
         out.print(
             f"[bold]{quoted(host)}[/]  run {quoted(one.run)}: {state}; {one.samples} samples, {one.shards} shards,"
             f" {one.pieces} pieces, {size(one.bytes)}"
-            + (f"; {_count(len(one.open), 'shard')} still written to" if one.open else "")
+            + (f"; {count(len(one.open), 'shard')} still written to" if one.open else "")
             + (f"; repaired {quoted(', '.join(one.repaired))}" if one.repaired else "")
         )
         for name in one.torn:
@@ -162,6 +90,9 @@ def show_deploy(host: str, report: DeployReport) -> None:
             _show_ready(host, report, server)
         else:
             _show_not_ready(host, server)
+    for attempt in report.attempts:
+        evidence = f"; evidence on the host: {', '.join(attempt.evidence_dirs)}" if attempt.evidence_dirs else ""
+        out.print(f"  {quoted(f'before: {attempt.patch} did not work ({attempt.why}){evidence}')}")
     if report.reverted:
         out.print(f"{quoted(host)}: stopped, and the patch reverted")
 
@@ -232,7 +163,3 @@ def show_recap(results: list[HostResult]) -> None:
             names = "" if status == "ok" else f" ({', '.join(compress(sorted(hosts)))})"
             parts.append(f"[{style}]{len(hosts)} {status}[/]{quoted(names)}")
     err.print(f"{len(results)} hosts: {', '.join(parts)}")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s" if number != 1 else "")

@@ -1,9 +1,11 @@
-"""A run as it goes: totals with rate and ETA, and on a terminal a line a server, kept up to date in place."""
+"""Work as it goes: a run's totals with rate and ETA, on a terminal a line a server, kept up to date in place; and how
+far a start has read its weights."""
 
 from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 from rich.console import Group
 from rich.live import Live
@@ -14,6 +16,7 @@ from fleetdump.views.console import duration, err, quoted, size, visible
 
 PLAIN_SECONDS = 5.0
 """How often a line is printed where the output is no terminal."""
+WEIGHTS_SECONDS = 15.0
 QUIET_SECONDS = 30.0
 """Without a sample for so long the view says so, and what to do."""
 
@@ -91,3 +94,26 @@ def _share_line(host: str, server: str, share: RunProgress) -> Text:
     if share.detail:
         text += f"  [yellow]{quoted(share.detail)}[/]"
     return Text.from_markup(visible(text), emoji=False)
+
+
+class WeightLines:
+    """Tells of servers that read their weights how far they are, now and then; from any thread."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, str], float] = {}
+
+    def update(self, host: str, event: dict[str, Any]) -> None:
+        """A ``tick`` event of a watch; others, and those of other phases, are passed over."""
+        if event.get("event") != "tick" or not event.get("load_bytes"):
+            return
+        server, now = str(event.get("server")), time.monotonic()
+        if now - self._told.setdefault((host, server), now) < WEIGHTS_SECONDS:
+            return
+        self._told[host, server] = now
+        text = f"{server}: weights {size(event['load_bytes'])}"
+        if event.get("load_total"):
+            text += f" of {size(event['load_total'])}"
+        text += f", {size(event.get('load_rate', 0.0))}/s"
+        if event.get("load_eta"):
+            text += f", {duration(event['load_eta'])} left"
+        err.print(f"[{host}] {text}", markup=False)

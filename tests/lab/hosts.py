@@ -48,6 +48,8 @@ mount --rbind /dev $root/dev
 mkdir -p $root/run/sshd $root/lab
 mount -t tmpfs -o size={disk}m,mode=1777 lab $root/tmp
 cp {files}/* $root/lab/
+# bash reads it under sshd: what this machine's root wants at a login (pyenv init takes a lock) is no part of the lab.
+: > $root/root/.bashrc
 hostname {name}
 echo {name} > $root/etc/machine-id
 while ! ip link set lan0 up 2>/dev/null; do sleep 0.02; done

@@ -19,13 +19,14 @@ from fleetdump.agent.gate import capture_mismatch
 from fleetdump.agent.generate import post, prefill, server_info
 from fleetdump.agent.jsonl import read_journal
 from fleetdump.agent.neighbours import engine_users
-from fleetdump.agent.protocol import Expectation, PatchSpec, Request, ServerSpec, SettingsArgs
+from fleetdump.agent.protocol import AuditArgs, AuditResult, Expectation, PatchSpec, Request, ServerSpec, SettingsArgs
 from fleetdump.agent.server import ServerRecord, load_record, save_record
 from fleetdump.agent.settings import settings
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import CaptureConfig, HostConfig
 from fleetdump.patches import find_patch, load_patch
-from fleetdump.tasks.deploy import DeployPlan, DeployReport, deploy
+from fleetdump.tasks.deploy import deploy
+from fleetdump.tasks.deployplan import DeployPlan, DeployReport
 from fleetdump.tasks.revert import revert
 from fleetdump.tasks.server import stop
 from tests.sglang.cpuserver import SglangEnv, free_port
@@ -87,8 +88,8 @@ class Deployed:
         )
         self.port = server.port
         self.host = connect(config_of(tmp, server), ConnectOptions(operator="tester@here"))
-        plan = DeployPlan(load_patch(find_patch("hidden-states")), delivery="import-hook")
-        self.report: DeployReport = deploy(self.host, plan, self.events.append)
+        self.plan = DeployPlan(load_patch(find_patch("hidden-states")), delivery="import-hook")
+        self.report: DeployReport = deploy(self.host, self.plan, self.events.append)
 
     def step(self, name: str) -> str:
         return "\n".join(str(event["text"]) for event in self.events if event.get("step") == name)
@@ -129,6 +130,20 @@ def test_the_hook_delivers_to_every_rank_and_changes_no_file(deployed: Deployed)
     assert all(f"{record.mark} rank={rank}/2" in log for rank in range(2))
     assert record.delivery == "import-hook"
     assert digest(deployed.env.package) == deployed.before
+
+
+def test_a_deploy_of_what_runs_as_wanted_touches_nothing(deployed: Deployed) -> None:
+    """It is proven already: no patch, no launch, no self-check."""
+
+    def audited() -> int:
+        return len(deployed.host.call(AuditArgs(), AuditResult, verb="audit").entries)
+
+    before, told = audited(), list[dict[str, Any]]()
+    again = deploy(deployed.host, deployed.plan, told.append)
+    (server,) = again.servers
+    assert (server.outcome, server.reused, server.selfcheck) == ("ready", True, None)
+    assert [event for event in told if event["event"] == "step" and event["step"] != "check"] == []
+    assert audited() == before
 
 
 def test_deploy_says_which_flags_it_added_and_that_they_took_effect(deployed: Deployed) -> None:

@@ -69,7 +69,7 @@ class TestServe:
         answer = serve_with(context(tmp_path), monkeypatch, lambda args, ctx: protocol.StopResult(stopped=["main"]))
         assert answer == {
             "type": "result",
-            "result": {"stopped": ["main"], "killed": [], "absent": [], "waiting": []},
+            "result": protocol.to_json(protocol.StopResult(["main"])),
             "error": None,
         }
 

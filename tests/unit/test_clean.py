@@ -234,7 +234,7 @@ def test_a_sample_that_is_committed_here_alone_stops_it_before_anything_is_done(
     assert error.code == "conflict"
     assert f"run r1: {2 - len({'a', 'b'} & set(collected))} of 2 samples of server main" in error.what
     assert "fleetdump collect --data --run r1" in error.next_step
-    assert "--discard-uncollected" in error.next_step
+    assert "--discard r1" in error.next_step
     assert everything(tmp_path) == before
 
 
@@ -263,7 +263,7 @@ def test_what_was_collected_or_given_up_goes(tmp_path: Path, discard: bool) -> N
     commit(ctx.state.root, "a", "b")
     collected = [] if discard else [CollectedShare("r1", "main", ["a", "b"])]
 
-    clean(CleanArgs([str(tmp_path / "hs")], data=True, collected=collected, discard=discard), ctx)
+    clean(CleanArgs([str(tmp_path / "hs")], data=True, collected=collected, discard=["r1"] * discard), ctx)
 
     assert everything(tmp_path) == ["hs"]
 
@@ -274,7 +274,7 @@ def test_a_broken_manifest_stops_it(tmp_path: Path) -> None:
     commit(ctx.state.root).manifest.write_bytes(b"{oops\n")
     with pytest.raises(AgentFailure, match="nobody can tell"):
         clean(CleanArgs([str(tmp_path / "hs")], data=True), ctx)
-    clean(CleanArgs([str(tmp_path / "hs")], data=True, discard=True), ctx)
+    clean(CleanArgs([str(tmp_path / "hs")], data=True, discard=["r1"]), ctx)
     assert everything(tmp_path) == ["hs"]
 
 
@@ -400,3 +400,25 @@ print(share.stop_driver(0.2))
     command = [sys.executable, "-c", code, str(tmp_path / "share")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+
+
+def test_another_run_that_was_not_named_is_not_given_up(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs")
+    commit(ctx.state.root, "a")
+    with pytest.raises(AgentFailure, match="1 of 1 samples"):
+        clean(CleanArgs([str(tmp_path / "hs")], data=True, discard=["r2"]), ctx)
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_list_changes_nothing_and_names_what_would_go(tmp_path: Path, data: bool) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs")
+    commit(ctx.state.root, "a", "b")
+    before = everything(tmp_path)
+    result = clean(CleanArgs([str(tmp_path / "hs")], data=data, dry_run=True), ctx)
+    assert everything(tmp_path) == before
+    assert str(ctx.state.root) in result.removed
+    listed = result.removed if data else result.kept
+    assert any(line.startswith(str(tmp_path / "hs" / "r1")) for line in listed)
+    assert result.freed_bytes > 0

@@ -18,16 +18,19 @@ COMMANDS = (
     "deploy",
     "selfcheck",
     "status",
+    "watch",
     "logs",
     "diagnose",
     "extract",
     "verify",
     "collect",
+    "restart",
     "stop",
     "revert",
     "clean",
     "patches",
     "audit",
+    "unlock",
 )
 
 
@@ -54,7 +57,7 @@ def test_each_command_has_help_with_an_example(command: str) -> None:
 
 WRONG = [("nonsense",), ("deploy", "--on-stall", "explode"), ("check", "--jobs", "0")]
 WRONG += [("stop", "--lock-wait", seconds) for seconds in ("nan", "inf", "-1", "1e308")]
-WRONG += [("diagnose", "--seconds", "nan")]
+WRONG += [("diagnose", "--seconds", "nan"), ("logs", "--phase", "lunch"), ("watch", "--interval", "0")]
 
 
 @pytest.mark.parametrize("args", WRONG)

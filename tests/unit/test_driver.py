@@ -434,7 +434,7 @@ def test_clean_ends_a_driver_whose_server_is_stopped(host: StandIn) -> None:
     driver = share.driver()
     assert driver is not None
     ctx = AgentContext(Request("clean", {}), host.state, stdin=io.BytesIO(), stdout=io.BytesIO())
-    clean(CleanArgs([host.capture.dir], data=True, discard=True), ctx)
+    clean(CleanArgs([host.capture.dir], data=True, discard=[share.run]), ctx)
     assert not is_alive(driver.pid, driver.start_time)
     assert not host.state.root.exists()
     assert not list(Path(host.capture.dir).iterdir())

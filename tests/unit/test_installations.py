@@ -29,7 +29,7 @@ from fleetdump.agent.server import living, load_record, load_records
 from fleetdump.errors import HostError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig
-from fleetdump.tasks.check import check
+from fleetdump.tasks.check import CheckPlan, check
 from fleetdump.tasks.deploy import DeployPlan, deploy
 from fleetdump.tasks.server import stop
 from tests.unit.engineinstall import MODEL, Install, context, install, runnable, spec, wait_for
@@ -206,7 +206,7 @@ def by_key(findings: list[Finding], key: str) -> list[Finding]:
 @needs_namespaces
 def test_a_read_only_package_is_refused_with_the_import_hook_by_name(container: Host, tmp_path: Path) -> None:
     before = Install(tmp_path / "engine").tree()
-    (finding,) = by_key(check(container, spec()).findings, "patch")
+    (finding,) = by_key(check(container, CheckPlan(spec())).findings, "patch")
     assert finding.level == "blocker"
     assert "read-only file system" in finding.text
     assert "--delivery import-hook" in finding.fix
@@ -219,7 +219,7 @@ def test_a_read_only_package_is_refused_with_the_import_hook_by_name(container: 
 @needs_namespaces
 def test_the_import_hook_serves_from_a_read_only_package(container: Host, tmp_path: Path) -> None:
     probe = {"fleetdump_probe.py": "import sys\nprint('probe imported', file=sys.stderr, flush=True)\n"}
-    assert by_key(check(container, spec(files=probe), delivery="import-hook").findings, "patch")[0].level == "ok"
+    assert by_key(check(container, CheckPlan(spec(files=probe), "import-hook")).findings, "patch")[0].level == "ok"
     report = deploy(container, DeployPlan(spec(files=probe), delivery="import-hook"), lambda _: None)
     assert [one.outcome for one in report.servers] == ["ready"], report.servers
     assert "probe imported" in Path(report.servers[0].log).read_text()

@@ -22,7 +22,7 @@ from fleetdump.agent.server import load_record, save_record
 from fleetdump.errors import ExitCode, HostError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig
-from fleetdump.tasks.check import check
+from fleetdump.tasks.check import CheckPlan, check
 from fleetdump.tasks.deploy import DeployPlan, deploy
 from fleetdump.tasks.server import stop
 from tests.unit.engineinstall import Install, install, runnable
@@ -174,7 +174,8 @@ def test_what_cannot_be_right_is_refused_before_anything_starts(
         (tmp_path / "server.yaml").write_text(config)
         args = ["--config", str(tmp_path / "server.yaml")]
     wanted = with_args(host, engine, *args)
-    (finding,) = [f for f in check(wanted, patch()).findings if f.key == "arguments" and f.level == "blocker"]
+    findings = check(wanted, CheckPlan(patch())).findings
+    (finding,) = [f for f in findings if f.key == "arguments" and f.level == "blocker"]
     assert place in finding.text
     assert "rows are split over ranks" in finding.text
     assert "--no-patch" in finding.fix
@@ -227,7 +228,7 @@ def test_a_configuration_file_that_cannot_be_read_is_a_warning(
     refuse_arguments(patch(), server)
     with pytest.raises(AgentFailure, match="--config cannot be read"):
         config_arguments(server, environment_of(server))
-    first, last = (f for f in check(wanted, patch()).findings if f.key == "arguments")
+    first, last = (f for f in check(wanted, CheckPlan(patch())).findings if f.key == "arguments")
     assert (first.level, last.level) == ("warning", "ok")
     assert str(path) in first.text
 

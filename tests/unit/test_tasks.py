@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +28,7 @@ from fleetdump.errors import FleetdumpError, HostError, UsageError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig
 from fleetdump.ledger import Ledger
-from fleetdump.tasks.clean import clean
+from fleetdump.tasks.clean import CleanPlan, clean
 from fleetdump.tasks.deploy import DeployPlan, deploy
 from fleetdump.tasks.patches import dry_run
 from fleetdump.tasks.revert import revert
@@ -77,11 +78,19 @@ def alive(host: Host) -> list[str]:
 
 def test_a_refused_launch_undoes_the_patch_and_the_servers_before_it(host: Host, engine: Install) -> None:
     shipped = {name: digest for name, (digest, *_) in engine.tree().items()}
-    bad = server(engine, name="second", args=["--device", "cpu", "--port", "1"])
-    both = with_servers(host, server(engine, name="first"), bad)
+    going = engine.root.parent / "going"
+    shutil.copytree(engine.root.parent / "model", going)
+    both = with_servers(host, server(engine, name="first"), server(engine, name="second", model_path=str(going)))
     steps: list[str] = []
-    with pytest.raises(HostError, match="--port"):
-        deploy(both, DeployPlan(spec()), lambda event: steps.append(event.get("step", "")))
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event.get("event") == "step":
+            steps.append(event["step"])
+            if event["step"] == "launch":
+                shutil.rmtree(going)
+
+    with pytest.raises(HostError, match="model directory does not exist"):
+        deploy(both, DeployPlan(spec()), on_event)
     assert steps.index("patch") < steps.index("launch") < steps.index("stop") < steps.index("revert")
     assert {name: digest for name, (digest, *_) in engine.tree().items()} == shipped
     assert alive(host) == []
@@ -154,7 +163,7 @@ def test_a_running_server_with_the_other_delivery_is_not_patched_under(host: Hos
     assert host.call(args, LaunchResult, verb="launch").state.delivery == "import-hook"
     before = engine.tree()
 
-    with pytest.raises(HostError, match="delivered otherwise"):
+    with pytest.raises(HostError, match="delivery import-hook -> in-place"):
         deploy(host, DeployPlan(spec()), ignore)
 
     assert engine.tree() == before
@@ -226,21 +235,21 @@ def test_clean_counts_what_is_committed_there_and_what_still_lies_here(host: Hos
         (data / "s0").unlink()
 
     with pytest.raises(HostError) as caught:
-        clean(host, runs, data=True)
+        clean(host, runs, CleanPlan(data=True))
 
     assert caught.value.code == "conflict"
     assert f"run r1: {1 if fault == 'half collected' else 2} of 2 samples" in str(caught.value)
     assert "fleetdump collect --data --run r1" in caught.value.next_step
     assert share.manifest.exists()
 
-    clean(host, runs, data=True, discard_uncollected=True)
+    clean(host, runs, CleanPlan(data=True, discard=("r1",)))
     assert not share.root.exists()
 
 
 def test_clean_goes_on_when_everything_lies_here(host: Host, tmp_path: Path) -> None:
     share = committed(host, tmp_path / "hs", "ab")
     pulled(host, tmp_path / "runs", tmp_path / "data", "ab")
-    clean(host, tmp_path / "runs", data=True)
+    clean(host, tmp_path / "runs", CleanPlan(data=True))
     assert not share.root.exists()
 
 

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdump.agent.protocol import (
+    Fault,
     Finding,
+    LaunchForecast,
     ModelFacts,
     PatchState,
     ProbeResult,
@@ -20,13 +22,17 @@ from fleetdump.agent.protocol import (
     SelfCheckResult,
     ServerState,
     StatusResult,
+    UnlockResult,
+    Vitals,
 )
 from fleetdump.diagnosis import Verdict
 from fleetdump.errors import HostError, UnreachableError, UsageError
-from fleetdump.tasks.deploy import DeployReport, ServerReport
+from fleetdump.tasks.changes import HostChanges
+from fleetdump.tasks.deployplan import Attempt, DeployReport, ServerReport
 from fleetdump.tasks.selfcheck import ServerCheck
 from fleetdump.tasks.server import Diagnosis
-from fleetdump.views import console, hosts, patches, progress, selfcheck
+from fleetdump.tasks.steps import HostHistory
+from fleetdump.views import checks, console, deploys, hosts, locks, patches, progress, selfcheck, status, watch
 from fleetdump.views.console import HostResult, SafeConsole, print_error, print_json, quoted, visible
 
 EVIL = "\x1b]0;title\x07\x1b[31m[red]x[/red] :bug: \x9b2J \u202egpj\nerror: forged\r"
@@ -43,7 +49,7 @@ def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         made = SafeConsole(
             file=stream, force_terminal=request.param, no_color=True, soft_wrap=True, highlight=False, emoji=False
         )
-        for module in (console, hosts, progress, selfcheck):
+        for module in (checks, console, deploys, hosts, locks, progress, selfcheck, status, watch):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, made)
     return lambda: (streams[0].getvalue(), streams[1].getvalue())
@@ -73,6 +79,13 @@ def verdict(**changes: Any) -> Verdict:
     return Verdict(**{**values, **changes})
 
 
+def show_watch(server: Vitals) -> None:
+    """As lines on change, and as the display that is kept up to date on a terminal."""
+    view = watch.WatchView()
+    view.update("h1", server)
+    watch.err.print(view._render())
+
+
 def probe(*findings: Finding, **changes: Any) -> ProbeResult:
     return ProbeResult("node", "id", "3.11.2", list(findings), **changes)
 
@@ -80,19 +93,33 @@ def probe(*findings: Finding, **changes: Any) -> ProbeResult:
 EVIL_ANSWERS: dict[str, Callable[[], None]] = {
     "event": lambda: hosts.show_event("h1", {"event": "step", "text": EVIL}),
     "phase": lambda: hosts.show_event("h1", {"event": "phase", "server": EVIL, "phase": "init", "seconds": 1}),
-    "probe": lambda: hosts.show_probe("h1", probe(engine=EVIL, model=ModelFacts(EVIL, 1, 2, "f32", ""), gpus=[EVIL])),
-    "findings": lambda: hosts.show_findings(
-        {"h1": probe(Finding("k", "warning", EVIL, EVIL), Finding("o", "ok", EVIL))}
+    "probe": lambda: checks.show_check(
+        {"h1": probe(engine=EVIL, model=ModelFacts(EVIL, 1, 2, "f32", ""), gpus=[EVIL])}
     ),
-    "status": lambda: hosts.show_status(
-        "h1",
-        StatusResult(
-            "n",
-            [ServerState(EVIL, "starting", pid=4, phase=EVIL)],
-            [RunProgress(EVIL, EVIL, "failed", detail=EVIL)],
-            PatchState("ours", EVIL),
-        ),
+    "findings": lambda: checks.show_check({"h1": probe(Finding("k", "warning", EVIL, EVIL), Finding("o", "ok", EVIL))}),
+    "status": lambda: status.show_statuses(
+        {
+            "h1": StatusResult(
+                "n",
+                [ServerState(EVIL, "starting", pid=4, phase=EVIL, patch_name=EVIL, detail=EVIL)],
+                [RunProgress(EVIL, EVIL, "failed", detail=EVIL)],
+                PatchState("ours", EVIL),
+            )
+        }
     ),
+    "watch": lambda: show_watch(Vitals(EVIL, "starting", EVIL, moves=[EVIL], faults=[Fault("stall", EVIL)])),
+    "unlock": lambda: locks.show_unlock("h1", UnlockResult("held", EVIL, EVIL, 4, 1.0, True)),
+    "damaged lock": lambda: locks.show_unlock("h1", UnlockResult("held", damage=EVIL)),
+    "changes": lambda: deploys.show_changes(
+        {"h1": HostChanges(EVIL, ["b"], launches=[LaunchForecast(EVIL, "start", [EVIL], differs=[EVIL])])}, True
+    ),
+    "diff": lambda: deploys.show_host_diff("h1", f"+{EVIL}".replace("\n", "")),
+    "works": lambda: deploys.show_works(
+        {"h1": DeployReport(EVIL, servers=[ServerReport("main", "ready")], attempts=[Attempt(EVIL, EVIL)])}
+    ),
+    "attempt": lambda: hosts.show_deploy("h1", DeployReport(attempts=[Attempt(EVIL, EVIL, [EVIL])])),
+    "interrupted": lambda: deploys.show_interrupted({"h1": HostHistory([EVIL], EVIL, [EVIL])}, ["h1"]),
+    "not started": lambda: hosts.show_not_started(["h1"], EVIL),
     "not ready": lambda: hosts.show_deploy(
         "h1",
         DeployReport(
@@ -159,13 +186,30 @@ def test_findings_that_hosts_share_are_told_once(captured: Capture) -> None:
     fleet = {f"gpu{n:02}": probe(shared) for n in range(1, 9)}
     fleet["gpu03"] = probe(shared, own)
     fleet["gpu04"] = probe(shared, own)
-    hosts.show_findings(fleet)
+    checks.show_check(fleet)
     out, _ = captured()
     assert out.count("py-spy is missing") == 1
     assert "all 8 hosts: py-spy is missing" in out
     assert "gpu[03-04]: port 8000 is taken" in out
     assert out.index("port 8000") < out.index("py-spy"), "the worst first"
-    assert len(out.splitlines()) == 4
+    assert len(out.splitlines()) == 6
+    assert "gpu[01-02,05-08]" in out.splitlines()[0], "hosts alike take one line"
+
+
+def test_fifty_hosts_fit_a_screen(captured: Capture) -> None:
+    """Figures that each host has of its own do not make findings of their own."""
+    fleet = {}
+    for n in range(50):
+        taken = Finding("port", "blocker", f"port {8000 + n} is taken: pid {100 + n} listens", "stop it")
+        disk = Finding("disk", "warning", f"{n}.5 GiB free at /nvme (xfs)", "free some")
+        clock = Finding("clock", "ok", "its clock agrees")
+        fleet[f"gpu{n:02}"] = probe(clock, disk, *([taken] if n % 2 else []), engine="sglang 0.5.20", gpus=["H200"] * 8)
+    checks.show_check(fleet)
+    out, _ = captured()
+    assert len(out.splitlines()) <= 8, out
+    assert "all 50 hosts: 0.5 GiB free at /nvme (xfs) (on gpu00; other figures on the others)" in out
+    assert "port 8001 is taken: pid 101 listens (on gpu01; other figures on the others)" in out
+    assert "8 x H200" in out
 
 
 def test_a_host_that_is_as_wanted_takes_one_line(captured: Capture) -> None:
@@ -205,3 +249,26 @@ def test_a_diff_has_its_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
     for text, style in (("+++ b", "1"), ("@@ -1 +1 @@", "36"), ("-old", "31"), ("+new", "32")):
         assert f"\x1b[{style}m{text}\x1b[0m\n" in stream.getvalue()
     assert "\n same\n" in stream.getvalue()
+
+
+def test_an_interrupt_tells_hosts_alike_once_and_nothing_of_those_that_had_ended(captured: Capture) -> None:
+    done = HostHistory(["patched with p@1"], "launching main", [], False)
+    histories = {"gpu01": done, "gpu02": HostHistory(list(done.done), done.doing), "gpu03": HostHistory(ended=True)}
+    deploys.show_interrupted(histories, ["gpu01", "gpu02", "gpu03", "gpu04"])
+    _, err = captured()
+    assert "gpu[01-02]: patched with p@1; launching main was under way and may or may not be done" in err
+    assert "gpu04: nothing was changed" in err
+    assert "gpu03" not in err
+    assert "the same command again" in err
+
+
+def test_weights_are_told_with_their_eta_now_and_then(captured: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = progress.WeightLines()
+    tick = {"event": "tick", "server": "main", "load_bytes": 38 << 30, "load_total": 76 << 30}
+    for now[0] in (0.0, 5.0, 16.0, 20.0, 32.0):
+        lines.update("gpu01", {**tick, "load_rate": 1 << 30, "load_eta": 38})
+        lines.update("gpu01", {"event": "tick", "server": "main", "phase": "jit"})
+    _, err = captured()
+    assert err.splitlines() == ["[gpu01] main: weights 38.0 GiB of 76.0 GiB, 1.0 GiB/s, 38s left"] * 2

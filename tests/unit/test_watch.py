@@ -312,7 +312,16 @@ def test_a_dead_scheduler_is_no_readiness_for_a_late_watch(start, look, state, p
     os.kill(_child(load_record(state, "main").pid, "sglang::scheduler_TP0"), signal.SIGKILL)
     result, _ = look()
     assert result.outcome == "died"
-    assert "1 of 2 schedulers" in result.detail
+    assert "gone: scheduler TP0" in result.detail
+
+
+def test_a_rank_that_died_before_anybody_looked_is_known_by_its_log(start, look, state):
+    start(loading())
+    victim = _child(load_record(state, "main").pid, "sglang::scheduler_TP1")
+    os.kill(victim, signal.SIGKILL)
+    result, _ = look()
+    assert result.outcome == "died"
+    assert "gone: scheduler TP1" in result.detail
 
 
 def _audit(state, verb, operator="anna@desk"):

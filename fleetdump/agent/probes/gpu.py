@@ -38,14 +38,7 @@ def inspect(ours: List[int], seconds: float) -> List[GpuFacts]:
     Raises ``ProbeFailed`` as ``gpus`` does; when nvidia-smi does not answer the further questions, the rest stands.
     """
     began = time.monotonic()
-    overview = _overview()
-    found, uuids = parse_gpus(overview), parse_uuids(overview)
-    listed = _ask([f"--query-compute-apps={PROCESS_QUERY}", CSV])
-    if listed is not None:
-        by_uuid = parse_processes(listed)
-        for gpu in found:
-            gpu.processes_known = True
-            gpu.processes = [identify(one, ours) for one in by_uuid.get(uuids.get(gpu.index, ""), [])]
+    found = occupied(ours)
     states = _FABRIC.findall(_ask(["-q"]) or "")
     for gpu, state in zip(found, states if len(states) == len(found) else []):
         gpu.fabric = "" if state.strip() == "N/A" else state.strip()
@@ -56,6 +49,20 @@ def inspect(ours: List[int], seconds: float) -> List[GpuFacts]:
     later = {gpu.index: gpu.memory_used for gpu in parse_gpus(_ask([f"--query-gpu={QUERY}", CSV]) or "")}
     for gpu in found:
         gpu.memory_delta = later.get(gpu.index, gpu.memory_used) - gpu.memory_used
+    return found
+
+
+def occupied(ours: List[int]) -> List[GpuFacts]:
+    """``gpus`` with the processes on each, where nvidia-smi tells; ``ours`` are the server's pids. Raises
+    ``ProbeFailed`` as ``gpus`` does."""
+    overview = _overview()
+    found, uuids = parse_gpus(overview), parse_uuids(overview)
+    listed = _ask([f"--query-compute-apps={PROCESS_QUERY}", CSV])
+    if listed is not None:
+        by_uuid = parse_processes(listed)
+        for gpu in found:
+            gpu.processes_known = True
+            gpu.processes = [identify(one, ours) for one in by_uuid.get(uuids.get(gpu.index, ""), [])]
     return found
 
 

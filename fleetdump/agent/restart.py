@@ -1,0 +1,143 @@
+"""Stop a server and launch it again exactly as it was (verb ``restart``).
+
+Its record hides secrets and has no values of its environment, so both are read from the living launcher, and checked
+against the record. A server that is dead is launched again from the record alone where that is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Dict, List, Tuple
+
+from fleetdump.agent import procfs
+from fleetdump.agent.context import AgentContext
+from fleetdump.agent.jsonl import write_json
+from fleetdump.agent.launch import TAP_CONFIG, architecture, begin
+from fleetdump.agent.launchplan import inherited_environment
+from fleetdump.agent.neighbours import describe_port_owner
+from fleetdump.agent.patching import IMPORT_HOOK
+from fleetdump.agent.procfs import is_alive
+from fleetdump.agent.protocol import AgentFailure, LaunchResult, RestartArgs, RestartResult
+from fleetdump.agent.records import UNREADABLE, naming
+from fleetdump.agent.scrub import HIDDEN, scrub_argv
+from fleetdump.agent.server import ServerRecord, boot_id, living, load_record, server_state
+from fleetdump.agent.stop import end_server
+
+OF_A_LAUNCH = ("FLEETDUMP_LAUNCH_ID",)
+ENVIRON_LIMIT = 4 << 20
+DEPLOY = "bring it up with `fleetdump deploy`, which has the values from the inventory"
+
+
+def restart(args: RestartArgs, ctx: AgentContext) -> RestartResult:
+    """End the server's processes and start its command line again under a new launch id. Raises ``AgentFailure``, with
+    nothing touched: not_found for a server that was never launched, conflict when it cannot be launched as it was, or
+    when its port is somebody else's."""
+    record = load_record(ctx.state, args.server)
+    if record is None:
+        raise AgentFailure("not_found", f"server {args.server} was never launched here", next_step=DEPLOY)
+    members = living(record)
+    argv, env = _as_launched(record)
+    _check_port(record, [member.pid for member in members])
+    tap = _tap_settings(record, ctx) if record.capture_dir else None
+    killed = bool(members) and end_server(record, ctx, args.grace).killed
+    fresh = _fresh(record)
+    if tap is not None:
+        path = ctx.state.server(record.name) / TAP_CONFIG
+        with naming(path):
+            write_json(path, {**tap, "launch_id": fresh.launch_id})
+    within = begin(fresh, argv, env, ctx)
+    launched = LaunchResult(
+        server_state(fresh),
+        False,
+        fresh.argv,
+        fresh.log,
+        [],
+        architecture(fresh.model_path),
+        held_by=within.said,
+        warning=within.warning,
+    )
+    return RestartResult(launched, killed, fresh.patch, fresh.mark, fresh.ranks, bool(fresh.capture_dir))
+
+
+def _fresh(record: ServerRecord) -> ServerRecord:
+    """The record of the next launch of the same server."""
+    return replace(
+        record,
+        pid=0,
+        start_time=0,
+        launch_id=secrets.token_hex(4),
+        started_at=time.time(),
+        boot=boot_id(),
+        phase="imports",
+        ready=False,
+        lines=0,
+        stopped_at=0.0,
+        selfcheck="",
+        settings="",
+    )
+
+
+def _as_launched(record: ServerRecord) -> Tuple[List[str], Dict[str, str]]:
+    if record.pid and record.boot == boot_id() and is_alive(record.pid, record.start_time):
+        return _of_the_process(record)
+    hidden = any(HIDDEN in arg for arg in record.argv)
+    unknown = sorted(set(record.env) - set(record.import_env))
+    if hidden or unknown or record.delivery == IMPORT_HOOK:
+        what = [f"the value of {name}" for name in unknown] + ["a secret argument"] * bool(hidden)
+        what += ["the import hook's environment"] * (record.delivery == IMPORT_HOOK)
+        raise AgentFailure(
+            "conflict",
+            f"server {record.name} cannot be launched as it was",
+            where=f"{record.name}/server.json",
+            why=f"it does not run, and {', '.join(what)} is in no file of ours",
+            next_step=DEPLOY,
+        )
+    env = {**inherited_environment(), **record.import_env}
+    if record.capture_dir:
+        env["FLEETDUMP_TAP_CONFIG"] = str(Path(record.log).with_name(TAP_CONFIG))
+    return record.argv, env
+
+
+def _of_the_process(record: ServerRecord) -> Tuple[List[str], Dict[str, str]]:
+    """Command line and environment of the launcher; it must still be what was launched."""
+    argv = procfs.read_cmdline(record.pid)
+    text = procfs.read_guarded(record.pid, "environ", ENVIRON_LIMIT) or ""
+    env = dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
+    if scrub_argv(argv) != record.argv or env.get(OF_A_LAUNCH[0]) != record.launch_id:
+        raise AgentFailure(
+            "conflict",
+            f"server {record.name} cannot be launched as it was",
+            where=f"pid {record.pid}",
+            why="its command line or its environment cannot be read, or is not the one that was launched",
+            next_step="`fleetdump deploy --replace` launches it from the inventory",
+        )
+    return argv, {name: value for name, value in env.items() if name not in OF_A_LAUNCH}
+
+
+def _check_port(record: ServerRecord, own: List[int]) -> None:
+    owner = procfs.port_owner(record.port)
+    if owner is not None and owner.pid not in own:
+        raise AgentFailure(
+            "conflict",
+            f"port {record.port} is taken",
+            where=f"server {record.name}",
+            why=describe_port_owner(owner),
+            next_step="stop that process first",
+        )
+
+
+def _tap_settings(record: ServerRecord, ctx: AgentContext) -> Dict[str, object]:
+    path = ctx.state.server(record.name) / TAP_CONFIG
+    try:
+        settings = json.loads(path.read_text())
+        if os.path.isdir(record.capture_dir) and isinstance(settings, dict):
+            return settings
+        why = f"{record.capture_dir} is no directory"
+    except UNREADABLE as error:
+        why = str(error)
+    raise AgentFailure("conflict", "the tap's settings are gone", where=str(path), why=why, next_step=DEPLOY)

@@ -1,0 +1,142 @@
+"""What a live watch shows: facts of one server, and hosts against each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fleetdump.agent.protocol import Fault, HealthyProfile, MonitorResult, StatusResult, TapStatus, Vitals
+from fleetdump.agent.protocol import ServerState as State
+from fleetdump.errors import ExitCode
+from fleetdump.tasks.watch import exit_code, merged_profile, slow_loaders
+from fleetdump.views import status as status_view
+from fleetdump.views.watch import WatchView, facts
+
+GB = 1e9
+
+
+def loading(rate: float, **changes: object) -> Vitals:
+    values = {"phase": "weights", "load_bytes": 5 * GB, "load_total": int(50 * GB), "load_rate": rate * GB}
+    return Vitals("main", "starting", **{**values, **changes})  # type: ignore[arg-type]
+
+
+def profile(starts: int, lines: tuple[int, int], seconds: float, key: str = "k") -> HealthyProfile:
+    return HealthyProfile(key, starts, *lines, seconds, {"weights": seconds / 2})
+
+
+def test_a_slow_host_is_named_against_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    view = WatchView()
+    for number in range(1, 7):
+        view.update(f"gpu0{number}", loading(2.9))
+    view.update("gpu07", loading(0.4))
+    assert "gpu07/main loads at 0.4 GB/s, the others at 2.9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rates", "slow"),
+    [
+        ([2.9, 2.9, 0.4], [2]),
+        ([2.9, 0.4], []),  # of two nobody can say which is unlike the others
+        ([2.9, 2.5, 1.2], []),
+        ([2.9, 2.9, 2.9, 0.0], [3]),
+        ([0.4, 0.4, 0.4], []),
+    ],
+)
+def test_outliers(rates: list[float], slow: list[int]) -> None:
+    found = slow_loaders({str(place): loading(rate) for place, rate in enumerate(rates)})
+    assert [int(one.name) for one in found] == slow
+
+
+def test_a_host_that_has_just_begun_is_no_outlier() -> None:
+    servers = {str(place): loading(2.9) for place in range(3)}
+    assert slow_loaders({**servers, "new": loading(0.0, load_bytes=0)}) == []
+    assert slow_loaders({**servers, "ready": loading(0.0, phase="serving")}) == []
+
+
+def test_healthy_starts_are_merged_over_hosts() -> None:
+    merged = merged_profile([profile(1, (636, 636), 100.0), profile(3, (638, 641), 80.0)])
+    assert merged is not None
+    assert (merged.starts, merged.lines_span, merged.seconds) == (4, "636 to 641", 85.0)
+    assert merged.phase_seconds == {"weights": 42.5}
+    assert merged_profile([]) is None
+
+
+def test_a_start_is_compared_with_healthy_ones_on_all_hosts() -> None:
+    mine = loading(0.4, lines=217, load_eta=112.0, healthy=profile(1, (636, 636), 100.0))
+    others = [mine, loading(1, healthy=profile(1, (641, 641), 90.0)), loading(1, healthy=profile(9, (1, 1), 1.0, "x"))]
+    text = ", ".join(facts(mine, others))
+    assert "217 lines; healthy starts 636 to 641" in text
+    assert "4.7 GiB of 46.6 GiB at 0.4 GB/s, ETA 1m52s" in text
+    assert "healthy starts spend 47s in weights" in text
+
+
+def test_lines_come_on_change_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    view = WatchView()
+    ready = Vitals("main", "ready", "serving", uptime=5.0)
+    view.update("h", ready)
+    view.update("h", Vitals("main", "ready", "serving", uptime=9.0, forwards=7))
+    view.update("h", Vitals("main", "ready", "serving", faults=[Fault("port_closed", "port 1 is closed")]))
+    view.update("h", ready)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" ")[2][:9] for line in lines] == ["ready, up", "port_clos", "over: por"]
+
+
+def test_json_has_an_object_an_event(capsys: pytest.CaptureFixture[str]) -> None:
+    view = WatchView(as_json=True)
+    view.update("h", Vitals("main", "ready"))
+    view.update("h", Vitals("main", "died", faults=[Fault("died", "gone")]))
+    view.update("h", Vitals("main", "starting"))
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["event"] for one in events] == ["vitals", "vitals", "fault", "vitals", "cleared"]
+    assert events[2]["fault"] == {"code": "died", "text": "gone", "note": False}
+
+
+@pytest.mark.parametrize(
+    ("servers", "code"),
+    [
+        ([Vitals("a", "ready"), Vitals("b", "stopped")], ExitCode.OK),
+        ([Vitals("a", "ready", faults=[Fault("busy", "", note=True)])], ExitCode.OK),
+        ([Vitals("a", "died", faults=[Fault("died", "")]), Vitals("b", "starting")], ExitCode.FAILED),
+        (
+            [Vitals("a", "died", faults=[Fault("died", "")]), Vitals("b", "x", faults=[Fault("stall", "")])],
+            ExitCode.STALL,
+        ),
+        ([Vitals("a", "absent")], ExitCode.FAILED),
+    ],
+)
+def test_exit_codes(servers: list[Vitals], code: ExitCode) -> None:
+    assert exit_code(MonitorResult(servers)) is code
+
+
+def test_status_has_a_line_a_server_with_every_column(capsys: pytest.CaptureFixture[str]) -> None:
+    tap = TapStatus("main", "l1", "r0", 1, 9, 1 << 40, 2.1e9, 100, 3, False, 0.0, {"disk_full": 2}, 1, "", False, 1.0)
+    main = State(
+        "main",
+        "ready",
+        4,
+        1,
+        8000,
+        launch_id="l1",
+        phase="serving",
+        uptime=60.0,
+        patch_name="hs@1",
+        disk_free=812 << 30,
+    )
+    other = State("r1", "died", launch_id="l2")
+    status_view.show_statuses({"gpu01": StatusResult("n", [main, other], [], taps=[tap])})
+    head, first, *_ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["server", "state", "phase", "up", "patch", "capture", "queue", "disk", "left", "errors"]
+    assert first.split() == [
+        "gpu01/main",
+        "ready",
+        "serving",
+        "1m00s",
+        "hs@1",
+        "2.10",
+        "GB/s",
+        "3%",
+        "812.0",
+        "GiB",
+        "3",
+    ]
