@@ -18,7 +18,9 @@ from fleetdump.cli.extract import extract
 from fleetdump.cli.init import init
 from fleetdump.cli.logs import logs
 from fleetdump.cli.patches import patches
+from fleetdump.cli.plan import plan
 from fleetdump.cli.revert import revert
+from fleetdump.cli.runcontrol import attach, cancel, pause, resume
 from fleetdump.cli.selfcheck import selfcheck
 from fleetdump.cli.status import status
 from fleetdump.cli.stop import stop
@@ -45,6 +47,7 @@ def cli() -> None:
       fleetdump init gpu01 gpu02        write a commented inventory.yaml
       fleetdump check                   would it work? nothing is changed
       fleetdump deploy                  patch, launch, watch, self-check
+      fleetdump plan --data d.jsonl     samples, tokens, disk and hours
       fleetdump extract --data d.jsonl  run a data set through the fleet
       fleetdump collect --data          bring manifests and shards home, verified
       fleetdump stop, revert, clean     leave nothing behind
@@ -64,7 +67,12 @@ for _command in (
     status,
     logs,
     diagnose,
+    plan,
     extract,
+    attach,
+    pause,
+    resume,
+    cancel,
     verify,
     collect,
     stop,
