@@ -7,12 +7,13 @@ TP ?= 1
 PYTHON ?= python3
 PYTEST_ARGS ?=
 MATRIX_ARGS ?=
+FAULTS ?= nightly or not nightly
 BIN := .venv/bin
 STAMP := .venv/fleetdump-installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input $(FLEETDUMP_PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help system-packages setup demo test test-cases test-nightly test-matrix lint bench clean-build
+.PHONY: help system-packages setup demo test test-cases test-faults test-nightly test-matrix lint bench clean-build
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +38,11 @@ test: setup ## all tests but the nightly ones, with coverage
 test-cases: $(STAMP) ## the diagnosis on every known case of a hang
 	@$(BIN)/pytest tests/cases -q -p no:cacheprovider | $(BIN)/python -m tests.cases.summary
 
+test-faults: system-packages $(STAMP) ## 210 faults in extractions on four hosts (FAULTS='not nightly': 30 of them)
+	@mkdir -p build && rm -f build/faults.jsonl
+	@FLEETDUMP_FAULTS=build/faults.jsonl $(BIN)/python -m pytest tests/lab/test_faults.py -q -p no:cacheprovider -m "$(FAULTS)" \
+		| $(BIN)/python -m tests.lab.faultsummary build/faults.jsonl build/faults.json
+
 test-nightly: setup ## the tests that repeat or take long
 	@.ci/test -m nightly $(PYTEST_ARGS)
 
@@ -51,7 +57,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter, the agent's syntax for Pyt
 	$(BIN)/python .ci/agent_python38.py
 
 bench: setup ## one script a figure; each prints one JSON object (on a GPU: bench/h200/measure.sh)
-	@for script in agent_call watch_cost diagnose_cost patch_matrix "capture_overhead --device cpu"; do $(BIN)/python -m bench.$$script || exit 1; done
+	@for script in agent_call watch_cost drive diagnose_cost patch_matrix "capture_overhead --device cpu"; do $(BIN)/python -m bench.$$script || exit 1; done
 
 clean-build: ## remove what setup and demo made (both environments too)
 	rm -rf build .venv dist .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleetdump.agent.formats import ManifestLine, RejectedLine
+from fleetdump.agent.formats import ManifestLine, RejectedLine, server_of
 from fleetdump.agent.protocol import ShardInfo
 from fleetdump.errors import UsageError
 
@@ -48,13 +48,25 @@ CREATE TABLE IF NOT EXISTS duplicates(
 @dataclass(frozen=True)
 class Planned:
     """A sample of the data set and the server it is given to. ``digest`` is of the row's content, ``tokens`` an
-    estimate."""
+    estimate, ``line`` its row's in the data set (0 for all samples: their order counts)."""
 
     id: str
     digest: str
     host: str
     server: str
     tokens: int = 0
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class RejectedRow:
+    """A row that became no sample. ``line``: in the data set, 0 when it is not known (the ledger was rebuilt from the
+    hosts alone); ``id`` is empty for a row that could not be read."""
+
+    line: int
+    id: str
+    reason: str
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,7 @@ class Ledger:
                 "INSERT INTO samples(position, id, digest, home_host, home_server, tokens) VALUES (?,?,?,?,?,?) "
                 "ON CONFLICT(id) DO UPDATE SET position = excluded.position, digest = excluded.digest, "
                 "home_host = excluded.home_host, home_server = excluded.home_server",
-                ((n, s.id, s.digest, s.host, s.server, s.tokens) for n, s in enumerate(samples, 1)),
+                ((s.line or n, s.id, s.digest, s.host, s.server, s.tokens) for n, s in enumerate(samples, 1)),
             )
             self._db.executemany(
                 "INSERT INTO shares(host, server, sha256) VALUES (?,?,?) "
@@ -177,10 +189,12 @@ class Ledger:
         """Whether the data set is known: a ledger rebuilt from hosts alone does not know what is still to come."""
         return self._one("SELECT count(*) FROM meta WHERE key = 'planned'") > 0
 
-    def assignments(self) -> list[Planned]:
-        """All samples as planned, in the data set's order."""
-        rows = self._all("SELECT id, digest, home_host, home_server, tokens FROM samples ORDER BY position")
-        return [Planned(*row) for row in rows]
+    def assignments(self) -> Iterator[Planned]:
+        """All samples as planned, in the data set's order; read as they are wanted, so finish before writing."""
+        with self._lock:
+            rows = self._db.execute("SELECT id, digest, home_host, home_server, tokens FROM samples ORDER BY position")
+            for row in rows:
+                yield Planned(*row)
 
     def ids(self) -> set[str]:
         """Every sample that the ledger has heard of."""
@@ -221,6 +235,25 @@ class Ledger:
             "DELETE FROM sample_shards WHERE id = ? AND host = ? AND server = ?",
             ((sample, host, server) for sample in gone),
         )
+
+    def move(self, ids: Sequence[str], host: str, share: str, sha256: str) -> None:
+        """These samples, which their share has given away, are now those of a new share."""
+        with self.transaction():
+            self._run("INSERT INTO shares(host, server, sha256) VALUES (?,?,?)", host, share, sha256)
+            self._db.executemany(
+                "UPDATE samples SET home_host = ?, home_server = ? WHERE id = ?", ((host, share, name) for name in ids)
+            )
+
+    def still_home(self, ids: Iterable[str], host: str, share: str) -> list[str]:
+        """Those of ``ids`` that no other share was given yet and that nobody has settled, in the data set's order."""
+        sql = "SELECT id FROM samples WHERE home_host = ? AND home_server = ? AND state = 'planned' ORDER BY position"
+        wanted = set(ids)
+        return [name for (name,) in self._all(sql, host, share) if name in wanted]
+
+    def share_sha256(self, host: str, share: str) -> str:
+        """Identity of a share as it was given to its host."""
+        row = self._row("SELECT sha256 FROM shares WHERE host = ? AND server = ?", host, share)
+        return str(row[0]) if row else ""
 
     def submitted(self, host: str, server: str) -> None:
         """The host has taken in the share."""
@@ -315,6 +348,19 @@ class Ledger:
         broken = self._all("SELECT 'line ' || line, reason FROM broken_rows ORDER BY line")
         return [*broken, *self._all("SELECT id, reason FROM samples WHERE state = 'rejected' ORDER BY position")]
 
+    def rejected_rows(self) -> Iterator[RejectedRow]:
+        """Every rejected row and sample, by line in the data set."""
+        sql = (
+            "SELECT line, '' AS id, reason FROM broken_rows UNION ALL "
+            "SELECT CASE WHEN :planned THEN position ELSE 0 END, id, reason FROM samples WHERE state = 'rejected' "
+            "ORDER BY 1, 2"
+        )
+        with self._lock:
+            rows = self._db.execute(sql, {"planned": int(self.is_planned)}).fetchall()
+        for line, sample, text in rows:
+            reason, _, detail = text.partition(": ")
+            yield RejectedRow(line, sample, reason, detail)
+
     # ------------------------------------------------------------------ shards
     def needed_shards(self, host: str) -> set[str]:
         """Names of the shards on ``host`` that kept samples lie in."""
@@ -347,9 +393,10 @@ class Ledger:
         return self._one(sql, host, name) > 0
 
     def collected(self, host: str, server: str) -> set[str]:
-        """Ids of the share's samples whose bytes lie here: verified, in files that still exist with the size they had.
-        A sample that another share had delivered before counts by that share's copy."""
+        """Ids of the samples of the share's server whose bytes lie here: verified, in files that still exist with the
+        size they had. A sample that another share had delivered before counts by that share's copy."""
         whole = set(self._whole_copies())
+        server = server_of(server)
         needed = (
             "WITH kept AS (SELECT id, host, server, json_extract(line, '$.norm') AS norm FROM samples s "
             "WHERE state = 'delivered' AND (host = :host AND server = :server OR EXISTS ("

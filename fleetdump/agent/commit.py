@@ -99,7 +99,7 @@ class Committer:
 
     @property
     def manifest_bytes(self) -> int:
-        return self._share.manifest.stat().st_size
+        return self._share.manifest_size()
 
     def rest(self) -> None:
         """Nothing will come for a while: close the token shard, so that what exists can be collected."""

@@ -8,25 +8,29 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Iterator, Tuple
+from typing import Iterator, List, Tuple
 
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
-from fleetdump.agent.formats import row_line
+from fleetdump.agent.formats import row_line, server_of
 from fleetdump.agent.gate import capture_mismatch
 from fleetdump.agent.jsonl import fsync_directory
 from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import (
+    ORDERS,
+    TOO_LONG,
     AgentFailure,
     FollowArgs,
     FollowResult,
     ManifestArgs,
     ManifestResult,
+    OrderArgs,
+    OrderResult,
     RunProgress,
     SubmitArgs,
 )
 from fleetdump.agent.server import PASSED, load_record
-from fleetdump.agent.share import FINISHED, Share, ShareSpec, shares_of, valid_names
+from fleetdump.agent.share import FINISHED, Order, Share, ShareSpec, shares_of, valid_names
 
 START_SECONDS = 10.0
 MIN_FREE_BYTES = 1 << 30
@@ -58,16 +62,31 @@ def submit(args: SubmitArgs, ctx: AgentContext) -> RunProgress:
                 why="a share is fixed once it is submitted: its samples are on their way or done",
                 next_step="use another --run name for other data",
             )
+        _require_same_limits(known, args)
     if share.progress().state != "done":
         start_driver(ctx.state, share)
     return share.progress()
 
 
+def order(args: OrderArgs, ctx: AgentContext) -> OrderResult:
+    """Leave an order for every share of the run that is not finished; a cancelled one cannot be resumed."""
+    if args.order not in ORDERS:
+        raise AgentFailure("usage", f"not an order: {args.order!r}", next_step=f"one of {', '.join(ORDERS)}")
+    shares = _require_shares(ctx.state, args.run)
+    for share in shares:
+        before = share.order()
+        if share.progress().state in FINISHED or (before is not None and before.order == "cancel"):
+            continue
+        told = None if args.order == "resume" else Order(args.order, ctx.request.operator, time.time())
+        share.give_order(told)
+        if args.order != "pause":
+            start_driver(ctx.state, share)
+    return OrderResult([share.progress() for share in shares])
+
+
 def follow(args: FollowArgs, ctx: AgentContext) -> FollowResult:
     """Stream the progress of every share of the run until all are finished or the deadline comes."""
-    shares = shares_of(ctx.state, args.run)
-    if not shares:
-        raise AgentFailure("not_found", f"no run {args.run} on this host", next_step="fleetdump extract --run NAME")
+    shares = _require_shares(ctx.state, args.run)
     while True:
         states = [share.progress() for share in shares]
         for share, progress in zip(shares, states):
@@ -94,6 +113,13 @@ def manifest(args: ManifestArgs, ctx: AgentContext) -> ManifestResult:
         ctx.emit("manifest", line=line, end=end)
         offset = end
     return ManifestResult(offset, rejected_offset, progress)
+
+
+def _require_shares(state: State, run: str) -> List[Share]:
+    shares = shares_of(state, run)
+    if not shares:
+        raise AgentFailure("not_found", f"no run {run} on this host", next_step="fleetdump extract --run NAME")
+    return shares
 
 
 def start_driver(state: State, share: Share) -> None:
@@ -158,22 +184,39 @@ def _receive(share: Share, args: SubmitArgs, ctx: AgentContext) -> int:
 def _spec(args: SubmitArgs, rows: int) -> ShareSpec:
     return ShareSpec(
         run=args.run,
-        server=args.server,
+        server=server_of(args.server),
         share_sha256=args.share_sha256,
         rows=rows,
         capture=args.capture,
-        max_tokens=args.max_tokens,
+        max_tokens=args.max_tokens or 0,
         token_budget=args.token_budget,
         max_attempts=args.max_attempts,
         engine=args.engine,
         patch_sha256=args.patch_sha256,
         model_sha256=args.model_sha256,
         submitted_at=time.time(),
+        too_long=args.too_long or TOO_LONG[0],
     )
 
 
+def _require_same_limits(known: ShareSpec, args: SubmitArgs) -> None:
+    """Samples are tokenised once: a limit that comes later would be ignored."""
+    for flag, begun_with, now in (
+        ("--max-tokens", known.max_tokens, args.max_tokens),
+        ("--too-long", known.too_long, args.too_long or None),
+    ):
+        if now is not None and now != begun_with:
+            raise AgentFailure(
+                "conflict",
+                f"run {args.run} was begun with {flag} {begun_with}, not {now}",
+                where=f"server {args.server}",
+                why="its samples are tokenised already",
+                next_step=f"leave {flag} away to go on with it; for other samples use another --run name",
+            )
+
+
 def _check_server(args: SubmitArgs, state: State) -> None:
-    record = load_record(state, args.server)
+    record = load_record(state, server_of(args.server))
     if record is None:
         raise AgentFailure(
             "not_found",

@@ -15,21 +15,23 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Callable, Dict, List, Optional
+from typing import Callable, Dict, List, Optional, Sequence, TypeVar
 
 from fleetdump.agent.access import authorization
 from fleetdump.agent.commit import Committer
 from fleetdump.agent.context import State
-from fleetdump.agent.formats import PART_SUFFIX, Writer
+from fleetdump.agent.formats import PART_SUFFIX, FileName, Writer
 from fleetdump.agent.generate import context_length
 from fleetdump.agent.journals import Journals
-from fleetdump.agent.loop import DISK_FULL, Loop, Timing
+from fleetdump.agent.loop import Loop, Timing
 from fleetdump.agent.reporter import Reporter
-from fleetdump.agent.server import ServerRecord, load_record
-from fleetdump.agent.shards import close_dead
-from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.server import load_record
+from fleetdump.agent.shards import ClosedShards, Closing, close_dead, needed_of
+from fleetdump.agent.shardwriter import DISK_FULL
+from fleetdump.agent.share import Share, ShareSpec, shares_of
 
 log = logging.getLogger("fleetdump.driver")
+T = TypeVar("T")
 
 
 class DriverError(Exception):
@@ -67,7 +69,7 @@ def work(state: State, share: Share, timing: Optional[Timing] = None) -> None:
         writer = Writer(spec.server, secrets.token_hex(4), "driver")
         committer = Committer(share, spec, head.template_sha256, writer)
         Loop(state, share, committer, reporter, timing).run()
-        close_shards(spec, committer, reporter, timing)
+        close_shards(state, share, spec, committer, reporter, timing)
         outcome, detail = "done", ""
     except DriverError as error:
         outcome, detail = "failed", str(error)
@@ -93,6 +95,7 @@ def tokenise(state: State, share: Share, spec: ShareSpec, reporter: Reporter) ->
         "work": str(share.work),
         "max_tokens": spec.max_tokens,
         "context_length": context_length(record.port, authorization(record.pid, record.start_time)),
+        "too_long": spec.too_long,
     }
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answer:
         question.write(json.dumps(job).encode())
@@ -101,7 +104,7 @@ def tokenise(state: State, share: Share, spec: ShareSpec, reporter: Reporter) ->
             [record.python, "-m", "fleetdump.worker.tokenise"],
             stdin=question,
             stdout=answer,
-            env=worker_environment(record),
+            env=worker_environment(record.import_env, record.model_path),
             cwd="/",
         )
         while child.poll() is None:
@@ -111,14 +114,14 @@ def tokenise(state: State, share: Share, spec: ShareSpec, reporter: Reporter) ->
         raise DriverError(f"the tokeniser ended with status {child.returncode}: see {share.log}")
 
 
-def worker_environment(record: ServerRecord) -> Dict[str, str]:
-    """Environment of a worker: the server's imports with our bundle first on the path, and no network for a model
-    that lies on this machine."""
+def worker_environment(import_env: Dict[str, str], model_path: str) -> Dict[str, str]:
+    """Environment of a worker: the server's imports (``import_env``) with our bundle first on the path, and no network
+    for a model that lies on this machine."""
     bundle = str(Path(__file__).resolve().parents[2])
-    env = {**os.environ, **record.import_env}
+    env = {**os.environ, **import_env}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [bundle, env.get("PYTHONPATH", "")]))
     env["PYTHONDONTWRITEBYTECODE"] = "1"
-    if Path(record.model_path).is_dir():
+    if Path(model_path).is_dir():
         env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     return env
 
@@ -130,34 +133,57 @@ def _last_word(descriptor: int) -> str:
     return f"{rows[-1]} rows tokenised" if rows else "the tokeniser starts"
 
 
-def close_shards(spec: ShareSpec, committer: Committer, reporter: Reporter, timing: Timing) -> None:
+def close_shards(
+    state: State, share: Share, spec: ShareSpec, committer: Committer, reporter: Reporter, timing: Timing
+) -> None:
     """Wait until every shard that the manifest names is closed: a living tap does it when idle, we do it for dead
-    writers. Raises ``DriverError`` when one has vanished."""
+    writers of this server. Raises ``DriverError`` when one has vanished, or cannot be closed without a loss."""
     directory = spec.directory
     journals = Journals(directory, spec.server, lambda _: False)
+    needed = needed_of(shares_of(state, share.run))
 
     def wait(why: str) -> None:
         reporter.report("closing", why, committer)
         time.sleep(timing.probe / 2)
 
     _until_disk_lets(committer.close_tokens, wait)
+    known = ClosedShards.read(directory)
     while True:
-        _until_disk_lets(lambda: close_dead(directory), wait)
         journals.poll()
+        known.records.update(journals.closed)
+        closing = _until_disk_lets(lambda: close_dead(directory, needed, spec.server, known), wait)
+        known.records.update(closing.closed)
+        journals.closed.update(closing.closed)
         still_open = sorted(committer.shards - set(journals.closed))
         if not still_open:
             return
-        for name in still_open:
-            if not (directory / name).exists() and not (directory / (name + PART_SUFFIX)).exists():
-                raise DriverError(f"{directory / name} is gone, though the manifest names it")
+        _require_closable(directory, still_open, closing)
         wait(f"{len(still_open)} shards are still open, first {still_open[0]}")
 
 
-def _until_disk_lets(action: Callable[[], object], wait: Callable[[str], None]) -> None:
+def _require_closable(directory: Path, names: Sequence[str], closing: Closing) -> None:
+    """Raise ``DriverError`` when one of the shards ``names`` will never close by itself."""
+    for name in names:
+        part = name + PART_SUFFIX
+        if not (directory / name).exists() and not (directory / part).exists():
+            raise DriverError(f"{directory / name} is gone, though the manifest names it")
+        if part in closing.kept:
+            raise DriverError(
+                f"{directory / part} is not closed: its journal has lost pieces that samples need, and closing it "
+                "would cut them off. Restore the journal from a copy and extract again; or collect what is whole, and "
+                "run the samples that fleetdump verify names under another --run"
+            )
+        parsed = FileName.parse(name)
+        journal = parsed.writer.journal if parsed and parsed.writer else ""
+        for fault in closing.faults:
+            if fault.file in (name, part, journal):
+                raise DriverError(f"{directory / fault.file} cannot be closed: {fault.what}")
+
+
+def _until_disk_lets(action: Callable[[], T], wait: Callable[[str], None]) -> T:
     while True:
         try:
-            action()
-            return
+            return action()
         except OSError as error:  # noqa: PERF203
             if error.errno not in DISK_FULL:
                 raise

@@ -128,6 +128,25 @@ def is_run_name(text: str) -> bool:
     return bool(RUN_NAME.match(text)) and ".." not in text and not text.startswith(SELFCHECK_PREFIX)
 
 
+SHARE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}(\.[1-9][0-9]{0,5})?\Z")
+"""A server's first share of a run is called as the server; what it takes over from others later ``<server>.<n>``."""
+
+
+def server_of(share: str) -> str:
+    """The server that works on the share of that name."""
+    return share.partition(".")[0]
+
+
+def share_id(share_sha256: str, submitted_at: float) -> str:
+    """Name of one submit of a share: a run that was cleaned away and begun anew is told from the one before."""
+    return f"{share_sha256[:16]}-{submitted_at:.6f}"
+
+
+def is_share(name: str, share_sha256: str) -> bool:
+    """Whether ``name``, a ``share_id``, is of a submit of exactly these rows."""
+    return name.partition("-")[0] == share_sha256[:16]
+
+
 def norm_name(server: str, launch_id: str) -> str:
     """Name of the file with the final norm of one launch of a server."""
     return f"norm-{server}-{launch_id}.safetensors"
@@ -312,6 +331,15 @@ class AttemptLine:
     attempt: int
     outcome: str
     detail: str
+    t: float
+    v: int = FORMAT_VERSION
+
+
+@dataclass
+class WithdrawnLine:
+    """``withdrawn.jsonl``: a sample that this share has given away; its driver never works on it again."""
+
+    id: str
     t: float
     v: int = FORMAT_VERSION
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import queue
+import select
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
@@ -13,6 +15,8 @@ REQUEST_SECONDS = 3600.0
 """A server that answers nothing for so long is not waited for; a hang is seen and ended by ``watch``, not here."""
 
 PROBE_SECONDS = 30.0
+KEPT_SECONDS = 1.0
+"""A connection that was idle for longer is not used again."""
 
 Headers = Mapping[str, str]
 
@@ -46,18 +50,57 @@ def _request(
 ) -> Reply:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
+        return _exchange(connection, method, path, body, headers)
+    finally:
+        connection.close()
+
+
+def _exchange(
+    connection: http.client.HTTPConnection, method: str, path: str, body: Optional[bytes], headers: Optional[Headers]
+) -> Reply:
+    try:
         connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
         response = connection.getresponse()
         text = response.read()
     except (OSError, http.client.HTTPException) as error:
-        return Reply(0, f"{type(error).__name__}: {error}", refused=isinstance(error, ConnectionRefusedError))
-    finally:
         connection.close()
+        return Reply(0, f"{type(error).__name__}: {error}", refused=isinstance(error, ConnectionRefusedError))
     try:
         data = json.loads(text) if text else None
     except ValueError:
         data = None
     return Reply(response.status, text[:300].decode("utf-8", "replace") if response.status != 200 else "", data)
+
+
+class KeptConnection(threading.local):
+    """Each thread's connection to the server, used again while it is surely open: a request that meets a closing one
+    would look as if the server had died of it."""
+
+    def __init__(self) -> None:
+        self._connection: Optional[http.client.HTTPConnection] = None
+        self._used = 0.0
+
+    def to(self, port: int) -> http.client.HTTPConnection:
+        """A connection to this port of the loopback, open or to be opened."""
+        kept = self._connection
+        if kept is None or kept.port != port or not self._is_open(kept):
+            if kept is not None:
+                kept.close()
+            kept = self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_SECONDS)
+        return kept
+
+    def used(self) -> None:
+        """An exchange has ended now."""
+        self._used = time.monotonic()
+
+    def _is_open(self, connection: http.client.HTTPConnection) -> bool:
+        """Servers close what is idle (uvicorn after 5 s): then the socket has something to read, its end."""
+        if connection.sock is None or time.monotonic() - self._used > KEPT_SECONDS:
+            return False
+        return not select.select([connection.sock], [], [], 0)[0]
+
+
+_kept = KeptConnection()
 
 
 def prefill(port: int, rid: str, ids: List[int], headers: Optional[Headers] = None) -> Reply:
@@ -66,7 +109,9 @@ def prefill(port: int, rid: str, ids: List[int], headers: Optional[Headers] = No
     no other request has this one (SGLang before 0.5.11 takes it and ignores it)."""
     sampling = {"max_new_tokens": 1, "temperature": 0}
     body = {"input_ids": ids, "rid": rid, "extra_key": rid, "sampling_params": sampling}
-    return post(port, "/generate", body, headers)
+    reply = _exchange(_kept.to(port), "POST", "/generate", json.dumps(body).encode(), headers)
+    _kept.used()
+    return reply
 
 
 def is_ready(port: int) -> bool:

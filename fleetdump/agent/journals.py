@@ -5,6 +5,7 @@ The tap appends, the driver reads; nothing here writes.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, Dict, List, Optional, Sequence
@@ -21,6 +22,9 @@ from fleetdump.agent.formats import (
 )
 from fleetdump.agent.jsonl import read_journal
 from fleetdump.agent.tensorfile import ids_sha256, tensor_bytes
+
+LISTING_SECONDS = 0.2
+"""Between two looks for new journals, unless told otherwise: a server that is launched again begins one."""
 
 
 class PieceFault(ValueError):
@@ -57,7 +61,7 @@ class Journals:
     journals are not kept in memory. Use: ``poll()`` now and then, then look at ``captured`` and ``closed``.
     """
 
-    def __init__(self, directory: Path, server: str, wanted: Callable[[Rid], bool]):
+    def __init__(self, directory: Path, server: str, wanted: Callable[[Rid], bool], listing: float = LISTING_SECONDS):
         self.directory = directory
         self.server = server
         self.wanted = wanted
@@ -66,6 +70,8 @@ class Journals:
         self.closed: Dict[str, ShardRecord] = {}
         """Closed shards by name."""
         self._tails: Dict[str, _Tail] = {}
+        self._listing = listing
+        self._next_listing = 0.0
 
     def poll(self) -> List[str]:
         """Read what is new; returns the rids that it concerns. Raises ``FormatError`` for a broken journal."""
@@ -84,6 +90,9 @@ class Journals:
         self.captured.pop(rid, None)
 
     def _find_tails(self) -> None:
+        if time.monotonic() < self._next_listing:
+            return
+        self._next_listing = time.monotonic() + self._listing
         try:
             names = sorted(path.name for path in self.directory.iterdir())
         except FileNotFoundError:

@@ -16,6 +16,9 @@ from fleetdump.agent.protocol import ProtocolError, from_json, to_json
 
 T = TypeVar("T")
 
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+"""No link: cutting a torn line off would cut into a file of somebody else."""
+
 
 def encode_line(record: Any) -> bytes:
     """One JSON line (with its newline) of a record dataclass or plain data."""
@@ -24,7 +27,7 @@ def encode_line(record: Any) -> bytes:
 
 def open_lines(path: Path) -> BinaryIO:
     """Open a ``.jsonl`` file for appending (created 0600), a torn last line cut off; for its one writer alone."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
+    file = os.fdopen(os.open(path, _APPEND, 0o600), "r+b", buffering=0)
     _cut_torn_line(file)
     return file
 
@@ -32,7 +35,7 @@ def open_lines(path: Path) -> BinaryIO:
 def open_journal(path: Path) -> Optional[BinaryIO]:
     """``open_lines`` under an exclusive flock that lasts until the file is closed or its process ends. None when
     another process holds it: that file's writer lives."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
+    file = os.fdopen(os.open(path, _APPEND, 0o600), "r+b", buffering=0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -81,7 +84,7 @@ def read_lines(path: Path, offset: int = 0) -> Tuple[List[Dict[str, Any]], int]:
         return [], offset
     records = []
     for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
-        records.append(_decode_line(line, f"{path}: byte {offset}"))
+        records.append(decode_line(line, f"{path}: byte {offset}"))
         offset += len(line)
     return records, offset
 
@@ -155,7 +158,8 @@ def _whole_bytes(file: BinaryIO) -> int:
     return 0
 
 
-def _decode_line(line: bytes, where: str) -> Dict[str, Any]:
+def decode_line(line: bytes, where: str) -> Dict[str, Any]:
+    """The object of our version in one line; raises ``FormatError`` naming ``where``."""
     try:
         record = json.loads(line.decode())
     except ValueError as error:

@@ -1,15 +1,15 @@
 """The driver's loop: send samples, watch the taps' journals, commit what is whole, retry what is not.
 
-One thread decides; others only wait for HTTP replies. All that it must not forget stands in files.
+One thread decides; others only wait, for HTTP replies and for the disk: while lines are made durable, requests go out.
+All that it must not forget stands in files.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO, Dict, List, Optional
 
 from fleetdump.agent.commit import Committer, Ready
@@ -19,14 +19,16 @@ from fleetdump.agent.gate import Launch, Probe, probe
 from fleetdump.agent.generate import Reply, Threads, prefill
 from fleetdump.agent.journals import Captured, Journals, PieceFault, join
 from fleetdump.agent.jsonl import encode_line, open_lines, write_all
+from fleetdump.agent.records import read_advice
 from fleetdump.agent.reporter import Reporter
 from fleetdump.agent.schedule import DEATHS_TO_REJECT, Sample, Schedule, backoff
+from fleetdump.agent.shardwriter import DISK_FULL
 from fleetdump.agent.share import Share, ShareSpec
 from fleetdump.agent.tapstatus import is_behind, taps_of
+from fleetdump.agent.withdraw import WithdrawRequest, give_away
 
 log = logging.getLogger("fleetdump.driver")
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 FREE_OF_CHARGE = ("disk_full", "backpressure", "server_gone")
 """Ends of an attempt that say nothing about the sample: they do not count towards max_attempts."""
 
@@ -62,6 +64,15 @@ class Answer:
     reply: Reply
 
 
+@dataclass
+class Written:
+    """A commit has ended: these lines exist now. ``error``: why the rest of them does not."""
+
+    rejects: List[RejectedLine] = field(default_factory=list)
+    batch: List[Ready] = field(default_factory=list)
+    error: Optional[OSError] = None
+
+
 class Loop:
     """Works until every sample is in the manifest or rejected (``run``). Everything already settled is left out, so a
     killed loop is continued by making a new one."""
@@ -80,16 +91,18 @@ class Loop:
         self.directory = spec.directory
         self.open: Dict[str, Sample] = {}
         """Samples that are neither in the manifest nor rejected, by id."""
-        self.rejects: List[RejectedLine] = []
-        """Decided, not yet written."""
+        self.rejects: Dict[str, RejectedLine] = {}
+        """Decided, not yet written, by id; rows that still come of them do not count."""
         self.ready: Dict[str, Ready] = {}
         """Captured whole, not yet in the manifest, by id."""
         self.sent: Dict[str, Sent] = {}
         """The attempt that is under way, by sample id."""
         self.lost: List[Sent] = []
         """Their connection broke; what is to be thought of them is known when the server is back."""
+        self.given_away = set(share.read_withdrawn())
         self._read_work()
         self._recall_attempts()
+        self.reporter.progress.samples -= len(self.given_away)
         self.schedule = Schedule.of(self.open.values(), spec.token_budget)
         self.journals = Journals(self.directory, spec.server, self._wanted)
         self.last_news = time.monotonic()
@@ -97,17 +110,24 @@ class Loop:
         """The server that answers; None: look for it first."""
         self.stopped_launch = ""
         self.detail = "looking for the server"
+        self.held = ""
+        """Who paused the share, empty when nobody has."""
         self.threads = Threads()
         self.attempts: BinaryIO = open_lines(share.attempts)
         self._paused_until = 0.0
+        self._committing = False
+        self._rested = True
+        """The token shard is closed: nothing was committed since."""
         self._probing = False
         self._next_probe = 0.0
         self._next_look = 0.0
+        self._next_doubt = 0.0
+        self._next_order = 0.0
 
     def run(self) -> None:
         """Work to the end."""
         with self.attempts:
-            while self.open or self.rejects:
+            while self.open or self.rejects or self._committing:
                 self.step()
             self.reporter.progress.in_flight = 0
 
@@ -115,11 +135,13 @@ class Loop:
         """One turn. A full disk pauses everything and loses nothing: each part can be repeated."""
         try:
             self._take_results()
+            self._look_for_orders(time.monotonic())
+            if time.monotonic() >= self._paused_until and not self.held:
+                self._send()
             self._read_journals()
             if time.monotonic() >= self._paused_until:
                 self._commit()
                 self._give_up_waiting(time.monotonic())
-                self._send()
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
@@ -127,15 +149,19 @@ class Loop:
         self._look_for_server(time.monotonic())
         self._look_at_taps(time.monotonic())
         self.reporter.progress.in_flight = len(self.schedule.in_flight)
-        self.reporter.report("running", self.detail or self._slowness(), self.committer)
+        state = "paused" if self.held else "running"
+        self.reporter.report(state, self.held or self.detail or self._slowness(), self.committer)
 
     # ------------------------------------------------------------------ what there is to do
     def _read_work(self) -> None:
         for sample, line in self.share.scan_work():
-            if line["id"] in self.committer.settled or line["id"] in self.open:
+            if line["id"] in self.given_away:
+                self.reporter.progress.tokens -= sample.tokens if sample is not None else 0
+                continue
+            if line["id"] in self.committer.settled or line["id"] in self.open or line["id"] in self.rejects:
                 continue
             if sample is None:
-                self.rejects.append(self.committer.rejection(line["id"], line["reason"], line["detail"], 0))
+                self.rejects[line["id"]] = self.committer.rejection(line["id"], line["reason"], line["detail"], 0)
             else:
                 self.open[sample.id] = sample
                 self.reporter.tokens_left += sample.tokens
@@ -151,6 +177,10 @@ class Loop:
             elif line.outcome != "sent" and line.outcome not in FREE_OF_CHARGE:
                 sample.failures += 1
 
+    def _lacks(self, sample_id: str) -> bool:
+        """Whether nothing is decided of the sample: it is neither settled nor about to be."""
+        return sample_id in self.open and sample_id not in self.ready and sample_id not in self.rejects
+
     def _wanted(self, rid: Rid) -> bool:
         return rid.run == self.spec.run and rid.sample in self.open
 
@@ -160,6 +190,8 @@ class Loop:
         while result is not None:
             if isinstance(result, Probe):
                 self._take_probe(result)
+            elif isinstance(result, Written):
+                self._take_written(result)
             else:
                 self._take_answer(result)
             result = self.threads.next(0)
@@ -167,7 +199,7 @@ class Loop:
     def _take_answer(self, answer: Answer) -> None:
         sent, reply = answer.sent, answer.reply
         self.schedule.landed(sent.sample)
-        if sent.sample.id not in self.open:
+        if not self._lacks(sent.sample.id):
             self.sent.pop(sent.sample.id, None)
         elif reply.status == 200:
             sent.answered = time.monotonic()
@@ -194,7 +226,7 @@ class Loop:
         if captured is None:
             return
         sample = self.open.get(captured.rid.sample)
-        if sample is None or sample.id in self.ready:
+        if sample is None or not self._lacks(sample.id):
             self.journals.forget(rid)
             return
         sample.attempt = max(sample.attempt, captured.rid.attempt)
@@ -218,18 +250,41 @@ class Loop:
         return join(captured.pieces, ids, self.spec.capture.slots)
 
     def _commit(self) -> None:
-        """Rejects and whole samples become lines; only then are they settled."""
-        self.committer.reject(self.rejects)
-        for line in self.rejects:
+        """Let rejects and whole samples become lines, in a thread, one batch at a time; only then are they settled.
+        While the server is away the token shard is closed, so that what exists can be collected."""
+        rest = self.launch is None and not self._rested
+        if self._committing or not (self.rejects or self.ready or rest):
+            return
+        self._committing = True
+        rejects, batch = list(self.rejects.values()), list(self.ready.values())
+        self._rested = rest
+        self.threads.run(lambda: self._write(rejects, batch, rest))
+
+    def _write(self, rejects: List[RejectedLine], batch: List[Ready], rest: bool) -> Written:
+        """In a thread of its own: until it has ended nobody else uses the committer's files."""
+        written = Written()
+        try:
+            self.committer.reject(rejects)
+            written.rejects = rejects
+            self.committer.commit(batch)
+            written.batch = batch
+            if rest:
+                self.committer.rest()
+        except OSError as error:
+            written.error = error
+        return written
+
+    def _take_written(self, written: Written) -> None:
+        self._committing = False
+        for line in written.rejects:
             self._settled(line.id)
-        self.rejects = []
-        batch = list(self.ready.values())
-        self.committer.commit(batch)
-        for ready in batch:
+            del self.rejects[line.id]
+        for ready in written.batch:
             self._settled(ready.sample.id)
-        self.ready = {}
-        if self.launch is None:
-            self.committer.rest()
+            del self.ready[ready.sample.id]
+        if written.error is not None:
+            self._rested = False
+            raise written.error
 
     def _settled(self, sample_id: str) -> None:
         sample = self.open.pop(sample_id, None)
@@ -241,17 +296,57 @@ class Loop:
 
     def _give_up_waiting(self, now: float) -> None:
         """Attempts that were answered, but whose rows do not come: the server is gone, or the tap lost them."""
-        waiting = [sent for sent in self.sent.values() if sent.answered and sent.sample.id in self.open]
+        if now < self._next_doubt:
+            return
+        self._next_doubt = now + self.timing.probe
+        waiting = [sent for sent in self.sent.values() if sent.answered and self._lacks(sent.sample.id)]
         launches = {sent.launch.launch_id: sent.launch for sent in waiting}
         living = {launch_id for launch_id, launch in launches.items() if launch.lives()}
         for sent in waiting:
-            captured = self.journals.captured.get(str(sent.rid))
-            rows = coverage(captured.pieces if captured else [], sent.sample.tokens, self.spec.capture.slots).missing
             if sent.launch.launch_id not in living:
                 self._server_away("its process ended")
-                self._failed(sent, "server_gone", f"{rows} were not written before the server ended")
+                self._failed(sent, "server_gone", f"{self._missing(sent)} were not written before the server ended")
             elif now - max(sent.answered, self.last_news) > self.timing.settle:
-                self._failed(sent, "rows_missing", f"{rows} did not come within {self.timing.settle:.0f} s")
+                why = f"{self._missing(sent)} did not come within {self.timing.settle:.0f} s"
+                self._failed(sent, "rows_missing", why)
+
+    def _missing(self, sent: Sent) -> str:
+        captured = self.journals.captured.get(str(sent.rid))
+        return coverage(captured.pieces if captured else [], sent.sample.tokens, self.spec.capture.slots).missing
+
+    # ------------------------------------------------------------------ orders
+    def _look_for_orders(self, now: float) -> None:
+        """``fleetdump pause``: what is in flight ends, nothing more is sent. ``cancel``: the rest is rejected."""
+        if now < self._next_order:
+            return
+        self._next_order = now + self.timing.probe
+        order = self.share.order()
+        paused = order is not None and order.order == "pause"
+        self.held = f"by {order.operator}; fleetdump resume goes on" if order is not None and paused else ""
+        if order is not None and order.order == "cancel":
+            for sample in self.open.values():
+                if self._lacks(sample.id):
+                    self._reject(sample, "cancelled", f"by {order.operator}")
+
+        request = read_advice(WithdrawRequest, self.share.request)
+        if request is not None:
+            self._give_away(request.tokens)
+            self.share.request.unlink()
+
+    def _give_away(self, tokens: int) -> None:
+        """Let another server have samples that were not begun. Only when they stand in withdrawn.jsonl it may."""
+        taken = [sample for sample in self.schedule.withdraw(tokens) if self._lacks(sample.id)]
+        try:
+            give_away(self.share, [sample.id for sample in taken])
+        except OSError:
+            self.schedule.waiting = sorted([*self.schedule.waiting, *taken], key=lambda sample: sample.tokens)
+            raise
+        for sample in taken:
+            del self.open[sample.id]
+            self.given_away.add(sample.id)
+            self.reporter.tokens_left -= sample.tokens
+            self.reporter.progress.tokens -= sample.tokens
+        self.reporter.progress.samples -= len(taken)
 
     # ------------------------------------------------------------------ sending
     def _send(self) -> None:
@@ -259,7 +354,7 @@ class Loop:
             sample = self.schedule.take(time.monotonic())
             if sample is None:
                 return
-            if sample.id in self.open and sample.id not in self.ready:
+            if self._lacks(sample.id):
                 self._send_one(sample, self.launch)
             else:
                 self.schedule.landed(sample)
@@ -296,8 +391,8 @@ class Loop:
             self._reject(sample, "server_error" if reason == "server_error" else "capture_failed", detail)
 
     def _reject(self, sample: Sample, reason: str, detail: str) -> None:
-        log.error("%s is rejected: %s: %s", sample.id, reason, detail)
-        self.rejects.append(self.committer.rejection(sample.id, reason, detail, sample.attempt))
+        log.warning("%s is rejected: %s: %s", sample.id, reason, detail)
+        self.rejects[sample.id] = self.committer.rejection(sample.id, reason, detail, sample.attempt)
 
     def _note_end(self, sent: Sent, outcome: str, detail: str) -> None:
         """Log why an attempt ended. On a full disk the note is lost: then a later driver counts one failure less."""
@@ -362,7 +457,7 @@ class Loop:
     def _judge_lost(self, sent: Sent, back: Launch) -> None:
         """Did this request kill the server? It is a suspect unless the server was stopped on purpose or still lives."""
         sample = sent.sample
-        if sample.id not in self.open or sample.id in self.ready:
+        if not self._lacks(sample.id):
             return
         if sent.launch.launch_id == back.launch_id:
             self._failed(sent, "server_error", "the server broke the connection but lives")

@@ -12,9 +12,10 @@ The agent half must run on Python 3.8 with the standard library alone: typing ge
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence, Type, TypeVar, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, Union
 
 PROTOCOL_VERSION = 1
 
@@ -39,8 +40,13 @@ class ProtocolError(ValueError):
 
 
 # --------------------------------------------------------------------------- codec
+_SCALARS = (str, int, float, bool)
+
+
 def to_json(value: Any) -> Any:
     """Plain JSON data (dict, list, str, int, float, bool, None) of a message dataclass or a container of them."""
+    if value is None or type(value) in _SCALARS:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -57,6 +63,8 @@ def from_json(cls: Type[T], data: Any, where: str = "") -> T:
 
 
 def _convert(kind: Any, data: Any, where: str) -> Any:
+    if type(data) is kind and kind in _SCALARS:
+        return data
     origin = typing.get_origin(kind)
     if kind is Any:
         return data
@@ -87,18 +95,26 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
 def _convert_dataclass(kind: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise ProtocolError(f"{where}: expected an object, got {type(data).__name__}")
-    hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(set(data) - set(fields))
-    if unknown:
-        raise ProtocolError(f"{where}: unknown key {unknown[0]!r}")
+    fields = _fields(kind)
+    if not data.keys() <= fields.keys():
+        raise ProtocolError(f"{where}: unknown key {min(data.keys() - fields.keys())!r}")
     values = {}
-    for name, spec in fields.items():
+    for name, (hint, required) in fields.items():
         if name in data:
-            values[name] = _convert(hints[name], data[name], f"{where}.{name}")
-        elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+            values[name] = _convert(hint, data[name], f"{where}.{name}")
+        elif required:
             raise ProtocolError(f"{where}: missing key {name!r}")
     return kind(**values)
+
+
+@functools.lru_cache(maxsize=None)
+def _fields(kind: Any) -> Dict[str, Tuple[Any, bool]]:
+    """Type of each field, and whether it must be there. Remembered: a run has millions of journal lines."""
+    hints = typing.get_type_hints(kind)
+    missing = dataclasses.MISSING
+    return {
+        f.name: (hints[f.name], f.default is missing and f.default_factory is missing) for f in dataclasses.fields(kind)
+    }
 
 
 # --------------------------------------------------------------------------- envelope
@@ -947,6 +963,20 @@ class AuditResult:
 
 
 # --------------------------------------------------------------------------- extraction
+TOO_LONG = ("drop", "truncate")
+"""What becomes of a sample that is longer than the limit: it is rejected with reason too_long, or cut at its end."""
+
+
+@dataclass
+class SampleSpans:
+    """A sample for a person to look at: how much of it is supervised, and its first supervised spans, decoded."""
+
+    id: str
+    tokens: int
+    supervised: int
+    spans: List[str]
+
+
 @dataclass
 class SubmitArgs:
     """Give a host one server's whole share of a run; the body holds one row of the data set a line
@@ -957,8 +987,11 @@ class SubmitArgs:
     share_sha256: str
     """SHA-256 of the body's lines: the identity of the share."""
     capture: CaptureSpec
-    max_tokens: int = 0
-    """0: no limit but the server's; else longer samples are rejected with reason too_long."""
+    max_tokens: Optional[int] = None
+    """0: no limit but the server's. None: as the share was begun, no limit for a new one; another value than it was
+    begun with is a ``conflict``."""
+    too_long: str = ""
+    """What becomes of a longer sample, one of ``TOO_LONG``; empty as None above, the first for a new share."""
     token_budget: int = 32768
     max_attempts: int = 3
     allow_failed_selfcheck: bool = False
@@ -970,7 +1003,8 @@ class SubmitArgs:
 
 @dataclass
 class RunProgress:
-    """State of one server's share. ``state``: tokenising, running, closing, done, failed, stopped (driver is dead).
+    """State of one share; ``server`` is its name (``formats.SHARE_NAME``). ``state``: tokenising, running, paused,
+    closing, done, failed, stopped (the driver is dead). ``samples`` and ``tokens`` are what it has not given away.
     Counters are totals over all drivers of this share; rates are of the last 10 s."""
 
     run: str
@@ -995,6 +1029,98 @@ class RunProgress:
     """For people: decoded supervised spans of the first samples, and warnings about the loss masks."""
     share_id: str = ""
     """Another one for each submit that made a share: its manifest is another file, even of the same run and server."""
+
+
+@dataclass
+class PreviewArgs:
+    """Tokenise some rows (the body, as for ``SubmitArgs``) as an extraction would, and keep nothing. The server need
+    not run; when it does, its context length is the limit."""
+
+    server: ServerSpec
+    max_tokens: int = 0
+    too_long: str = TOO_LONG[0]
+
+
+@dataclass
+class PreviewReject:
+    """A row that would be rejected, and why."""
+
+    id: str
+    reason: str
+    detail: str
+
+
+@dataclass
+class PreviewResult:
+    """``lengths``: tokens of each row in order, 0 for a rejected one. ``limit``: most tokens of a sample, 0 for none.
+    ``shown``: the first samples that have supervised tokens. Counts are as in work.jsonl's head."""
+
+    lengths: List[int]
+    tokens: int
+    supervised: int
+    limit: int
+    template_sha256: str
+    tokenizer_sha256: str
+    methods: Dict[str, int]
+    shown: List[SampleSpans]
+    rejected: List[PreviewReject]
+    unsupervised_samples: int = 0
+    all_supervised_samples: int = 0
+    truncated: int = 0
+
+
+@dataclass
+class BurstArgs:
+    """Send prompts of random ids with these ``lengths`` through each of ``servers``, at most ``token_budget`` tokens in
+    flight at one, for at most ``seconds``; they are captured, and removed again."""
+
+    servers: List[str]
+    capture: CaptureSpec
+    lengths: List[int]
+    token_budget: int = 32768
+    seconds: float = 20.0
+
+
+@dataclass
+class BurstResult:
+    """Tokens a second of each server, from the first request to the last row in a journal."""
+
+    tokens_per_second: Dict[str, float]
+
+
+ORDERS = ("pause", "resume", "cancel")
+
+
+@dataclass
+class OrderArgs:
+    """Tell the drivers of a run on this host what to do. ``order``: ``pause`` (send nothing more until ``resume``), or
+    ``cancel`` (for good: what is not done is rejected as ``cancelled``)."""
+
+    run: str
+    order: str
+
+
+@dataclass
+class OrderResult:
+    """State of each share, as it was when the order was left; the drivers follow it within a second."""
+
+    shares: List[RunProgress]
+
+
+@dataclass
+class WithdrawArgs:
+    """Have a share give samples away that it has not begun, of about ``tokens`` together; 0: none, only tell."""
+
+    run: str
+    share: str
+    tokens: int
+
+
+@dataclass
+class WithdrawResult:
+    """Every sample that the share has ever given away: its host works on none of them any more."""
+
+    ids: List[str]
 
 
 @dataclass
@@ -1094,9 +1220,10 @@ class ShardInfo:
 
 @dataclass
 class ShardsResult:
-    """All files of the run, sorted by name."""
+    """All files of the run, sorted by name. ``faults``: files that cannot be read or finished, one sentence each."""
 
     shards: List[ShardInfo]
+    faults: List[str] = field(default_factory=list)
 
 
 @dataclass

@@ -23,7 +23,7 @@ class Reporter:
     samples that are not settled, for the ETA."""
 
     def __init__(self, share: Share, spec: ShareSpec):
-        self.progress = RunProgress(spec.run, spec.server, "tokenising", samples=spec.rows, driver_pid=os.getpid())
+        self.progress = RunProgress(spec.run, share.server, "tokenising", samples=spec.rows, driver_pid=os.getpid())
         self.tokens_left = 0
         self._share = share
         self._written = 0.0

@@ -26,15 +26,17 @@ DEATHS_TO_REJECT = 2
 
 
 class Sample:
-    """One sample of the share that is not settled. ``offset``: of its line in work.jsonl. ``attempt``: number of the
-    latest one, 0 before the first. ``failures`` count towards the limit, ``deaths`` are of the server while alone."""
+    """One sample of the share that is not settled. ``offset``, ``line_bytes``: its line in work.jsonl. ``attempt``:
+    number of the latest one, 0 before the first. ``failures`` count towards the limit, ``deaths`` are of the server
+    while it was alone there."""
 
-    __slots__ = ("attempt", "deaths", "failures", "id", "offset", "tokens")
+    __slots__ = ("attempt", "deaths", "failures", "id", "line_bytes", "offset", "tokens")
 
-    def __init__(self, id: str, tokens: int, offset: int):
+    def __init__(self, id: str, tokens: int, offset: int, line_bytes: int = 0):
         self.id = id
         self.tokens = tokens
         self.offset = offset
+        self.line_bytes = line_bytes
         self.attempt = 0
         self.failures = 0
         self.deaths = 0
@@ -79,6 +81,22 @@ class Schedule:
         if self.waiting and self._fits(self.waiting[-1]):
             return self._fly(self.waiting.pop())
         return None
+
+    def withdraw(self, tokens: int) -> List[Sample]:
+        """Take out samples that were never sent, of about ``tokens`` together: every other one from the longest on, so
+        that both sides keep their long ones first; all of them when that is not enough."""
+        total = sum(sample.tokens for sample in self.waiting if not sample.attempt)
+        step = 1 if tokens >= total else 2
+        taken: List[Sample] = []
+        kept: List[Sample] = []
+        for place, sample in enumerate(reversed(self.waiting)):
+            if tokens > 0 and not sample.attempt and place % step == 0:
+                tokens -= sample.tokens
+                taken.append(sample)
+            else:
+                kept.append(sample)
+        self.waiting = kept[::-1]
+        return taken
 
     def landed(self, sample: Sample) -> None:
         """Its request has ended, well or not."""

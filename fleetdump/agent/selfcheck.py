@@ -43,9 +43,9 @@ MARGIN_SECONDS = 5.0
 
 def selfcheck(args: SelfCheckArgs, ctx: AgentContext) -> SelfCheckResult:
     """Check one server that is ready; nothing of the check is left behind but its outcome in the server's record."""
-    record = _capturing_server(args, ctx.state)
+    record = capturing_server(args, ctx.state)
     began = time.monotonic()
-    with _run_of_its_own(record, args, ctx.state) as directory:
+    with run_of_its_own(record, args, ctx.state) as directory:
         result = _Check(record, args, ctx, directory).result()
     result.seconds = time.monotonic() - began
     current = load_record(ctx.state, args.server)
@@ -55,7 +55,8 @@ def selfcheck(args: SelfCheckArgs, ctx: AgentContext) -> SelfCheckResult:
     return result
 
 
-def _capturing_server(args: SelfCheckArgs, state: State) -> ServerRecord:
+def capturing_server(args: SelfCheckArgs, state: State) -> ServerRecord:
+    """The record of a server that runs and captures what is wanted; raises ``AgentFailure`` for another."""
     record = load_record(state, args.server)
     if record is None:
         raise AgentFailure("not_found", f"server {args.server} was never launched here", next_step="fleetdump deploy")
@@ -68,7 +69,7 @@ def _capturing_server(args: SelfCheckArgs, state: State) -> ServerRecord:
 
 
 @contextmanager
-def _run_of_its_own(record: ServerRecord, args: SelfCheckArgs, state: State) -> Iterator[Path]:
+def run_of_its_own(record: ServerRecord, args: SelfCheckArgs, state: State) -> Iterator[Path]:
     """Directory of a run that no other check of this server touches, removed at the end; what a check that was killed
     left is removed first. A folder among the state's runs says that it is ours."""
     root = Path(args.capture.dir).expanduser()
@@ -199,7 +200,7 @@ def run_worker(record: ServerRecord, job: MeasureJob, seconds: float) -> Measure
             [record.python, "-m", "fleetdump.worker.selfcheck"],
             input=json.dumps(to_json(job)).encode(),
             capture_output=True,
-            env=worker_environment(record),
+            env=worker_environment(record.import_env, record.model_path),
             cwd="/",
             timeout=seconds,
         )

@@ -5,14 +5,17 @@ Standard library alone, Python 3.8.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import stat
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, List, Sequence, Tuple
 
-from fleetdump.agent.formats import FormatError, PieceRecord, ShardRecord
+from fleetdump.agent.formats import FileName, FormatError, PieceRecord, ShardRecord
 from fleetdump.agent.jsonl import read_journal
 from fleetdump.agent.tensorfile import Header, parse_header, read_header
 
@@ -32,19 +35,24 @@ class Fault:
 
 @dataclass
 class JournalIndex:
-    """What the journals of one directory say: pieces by shard in the order of their offsets, and closed shards."""
+    """What the journals of one directory say: pieces by shard in the order of their offsets, and closed shards.
+    ``broken``: why a journal cannot be read, by its name; nothing of it is in the index."""
 
     pieces: Dict[str, List[PieceRecord]] = field(default_factory=lambda: defaultdict(list))
     closed: Dict[str, ShardRecord] = field(default_factory=dict)
+    broken: Dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: Path) -> JournalIndex:
-        """Read every journal in ``directory``. Raises ``FormatError``, ``OSError``."""
+        """Read every journal in ``directory``."""
         index = cls()
         for path in sorted(directory.glob("journal-*.jsonl")):
-            if path.is_symlink() or not path.is_file():
-                continue  # not ours: a pipe would be waited for, a link leads elsewhere
-            for record in read_journal(path)[0]:
+            try:
+                records, _ = read_journal(plain_file(path))
+            except (FormatError, OSError) as error:
+                index.broken[path.name] = _why(error, path)
+                continue
+            for record in records:
                 if isinstance(record, PieceRecord):
                     index.pieces[record.shard].append(record)
                 elif isinstance(record, ShardRecord):
@@ -53,11 +61,29 @@ class JournalIndex:
             pieces.sort(key=lambda piece: piece.offset)
         return index
 
+    def is_readable(self, shard: str) -> bool:
+        """Whether the journal of the shard's writer could be read (or is not there at all)."""
+        parsed = FileName.parse(shard)
+        return parsed is None or parsed.writer is None or parsed.writer.journal not in self.broken
+
+    @property
+    def faults(self) -> List[Fault]:
+        """One for each broken journal."""
+        return [Fault(name, f"cannot be read: {why}") for name, why in sorted(self.broken.items())]
+
+
+def plain_file(path: Path) -> Path:
+    """``path``; raises ``OSError`` for what is no plain file: a pipe would be waited for, a link leads elsewhere."""
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return path
+
 
 def verify_shard(path: Path, closed: ShardRecord, pieces: Sequence[PieceRecord]) -> List[Fault]:
     """Size, SHA-256, header and the CRC-32 of every piece of one shard; empty when all is well."""
     try:
-        size = path.stat().st_size
+        size = plain_file(path).stat().st_size
         if size != closed.bytes:
             return [Fault(path.name, f"has {size} bytes, its journal says {closed.bytes}")]
         with open(path, "rb") as file:
@@ -66,20 +92,20 @@ def verify_shard(path: Path, closed: ShardRecord, pieces: Sequence[PieceRecord])
             return faults or _verify_bytes(path.name, file, header, closed, pieces)
     except FileNotFoundError:
         return [Fault(path.name, "is missing")]
-    except FormatError as error:
-        return [_fault_of(path, error)]
+    except (FormatError, OSError) as error:
+        return [fault_of(path, error)]
 
 
 def verify_part(path: Path, pieces: Sequence[PieceRecord]) -> List[Fault]:
     """The CRC-32 of every journalled piece of a shard that is not closed."""
     try:
-        with open(path, "rb") as file:
+        with open(plain_file(path), "rb") as file:
             file.seek(parse_header(file, path.name).data_start)
             return _verify_pieces(path.name, file, pieces)[0]
     except FileNotFoundError:
         return [Fault(path.name, "is missing")]
-    except FormatError as error:
-        return [_fault_of(path, error)]
+    except (FormatError, OSError) as error:
+        return [fault_of(path, error)]
 
 
 def _compare_header(name: str, header: Header, pieces: Sequence[PieceRecord]) -> List[Fault]:
@@ -93,9 +119,20 @@ def _compare_header(name: str, header: Header, pieces: Sequence[PieceRecord]) ->
     ]
 
 
-def _fault_of(path: Path, error: FormatError) -> Fault:
-    text, prefix = str(error), f"{path.name}: "
-    return Fault(path.name, text[len(prefix) :] if text.startswith(prefix) else text)
+def fault_of(path: Path, error: Exception) -> Fault:
+    """What reading ``path`` raised, as a finding."""
+    return Fault(path.name, _why(error, path))
+
+
+def _why(error: Exception, path: Path) -> str:
+    """The error in words, without the file's name at its beginning."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    text = str(error)
+    for prefix in (f"{path}: ", f"{path.name}: "):
+        if text.startswith(prefix):
+            return text[len(prefix) :]
+    return text
 
 
 def _verify_bytes(

@@ -12,10 +12,11 @@ import json
 import os
 import stat
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
-from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.context import AgentContext
 from fleetdump.agent.formats import (
     RUN_NAME,
     FileName,
@@ -35,74 +36,160 @@ from fleetdump.agent.protocol import (
     ShardsArgs,
     ShardsResult,
 )
-from fleetdump.agent.shardwriter import closed_name, finish_part, journal_closed
-from fleetdump.agent.share import shares_of
+from fleetdump.agent.shardcheck import Fault, fault_of, plain_file
+from fleetdump.agent.shardwriter import DISK_FULL, closed_name, finish_part, journal_closed
+from fleetdump.agent.share import Share, shares_of
 
 Needed = Mapping[str, Set[str]]
 """Names of the pieces that manifests name, by shard."""
+NeededOf = Callable[[Set[str]], Needed]
+"""What samples need of these shards (closed names)."""
+
+
+@dataclass
+class Closing:
+    """What ``close_dead`` did. ``kept``: parts left as they are, since their journal has lost pieces that samples need
+    and finishing them would cut those off. ``faults``: what could not be worked on, a file each."""
+
+    closed: Dict[str, ShardRecord] = field(default_factory=dict)
+    kept: List[str] = field(default_factory=list)
+    faults: List[Fault] = field(default_factory=list)
+
+    @property
+    def findings(self) -> List[str]:
+        """All that is not as it should be, in words."""
+        lost = [f"{name}: its journal has lost pieces that samples need; left as it is" for name in self.kept]
+        return lost + [str(fault) for fault in self.faults]
 
 
 def shards(args: ShardsArgs, ctx: AgentContext) -> ShardsResult:
-    """Every file of the run, sorted by name; with ``close`` the parts of dead writers are finished first."""
+    """Every file of the run, sorted by name; with ``close`` the parts of dead writers are finished first. A file that
+    stands in the way of its own finishing is among the faults, and in the way of no other."""
     directory = _run_directory(args.capture_dir, args.run)
+    journals = ClosedShards.read(directory)
+    faults = [str(fault) for fault in journals.faults]
+    if args.close:
+        closing = close_dead(directory, needed_of(shares_of(ctx.state, args.run)), journals=journals)
+        journals.records.update(closing.closed)
+        faults += [finding for finding in closing.findings if finding not in faults]
+    return ShardsResult(_list(directory, journals), faults)
+
+
+def needed_of(shares: Sequence[Share]) -> NeededOf:
+    """What the manifests of ``shares`` need, read when it is asked for."""
+
+    def read(names: Set[str]) -> Needed:
+        needed: Dict[str, Set[str]] = {}
+        marks = [name.encode() for name in names]
+        for share in shares if names else ():
+            for raw in _lines_of(share.manifest):
+                if any(mark in raw for mark in marks):
+                    _note_pieces(raw, share.manifest, needed)
+        return {name: needed.get(name, set()) for name in names}
+
+    return read
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        yield from file
+
+
+def _note_pieces(raw: bytes, manifest: Path, needed: Dict[str, Set[str]]) -> None:
+    """Add what one manifest line names; a line that cannot be read names nothing."""
+    with contextlib.suppress(ValueError, FormatError, RecursionError):
+        note_needed(decode_record(ManifestLine, json.loads(raw), manifest.name), needed)
+
+
+def note_needed(line: ManifestLine, needed: Dict[str, Set[str]]) -> None:
+    """Add the pieces, ids and mask that ``line`` names."""
+    tokens = line.token_shard
+    for shard, name in [
+        *((p.shard, p.name) for p in line.pieces),
+        (tokens.shard, tokens.ids),
+        (tokens.shard, tokens.mask),
+    ]:
+        needed.setdefault(shard, set()).add(name)
+
+
+@dataclass
+class ClosedShards:
+    """The closed shards of a directory by name, and the journals that cannot be read."""
+
+    records: Dict[str, ShardRecord] = field(default_factory=dict)
+    faults: List[Fault] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, directory: Path) -> ClosedShards:
+        """Look into every journal; nothing where the run has written nothing."""
+        found = cls()
+        for path in sorted(directory.glob("journal-*.jsonl")):
+            try:
+                records, _ = read_journal(plain_file(path))
+            except (FormatError, OSError) as error:
+                found.faults.append(fault_of(path, error))
+                continue
+            found.records.update({record.shard: record for record in records if isinstance(record, ShardRecord)})
+        return found
+
+
+def close_dead(
+    directory: Path, needed_of: NeededOf, server: str = "", journals: Optional[ClosedShards] = None
+) -> Closing:
+    """Finish what dead writers (of one ``server``, or of all) left in a run's capture directory. Raises ``OSError``
+    only for a disk that takes no more; whatever is wrong with one file is told of that file alone."""
+    known = (journals or ClosedShards.read(directory)).records
+    unfinished: Dict[Writer, Set[str]] = {}
+    for path, name in _names(directory):
+        if name.writer is None or name.kind != name.writer.prefix or server not in ("", name.writer.server):
+            continue
+        if name.part or path.name not in known:
+            unfinished.setdefault(name.writer, set()).add(closed_name(path) if name.part else path.name)
+    needed = needed_of({name for names in unfinished.values() for name in names})
+    result = Closing()
+    for writer in sorted(unfinished, key=str):
+        with _told(result, directory / writer.journal):
+            _finish_dead_writer(directory, writer, needed, result)
+    return result
+
+
+def _finish_dead_writer(directory: Path, writer: Writer, needed: Needed, result: Closing) -> None:
+    """Bring a dead writer's files to their final state: parts closed or removed, each closed shard in the journal. A
+    living one's are left alone. May be interrupted anywhere and called again."""
+    path = directory / writer.journal
+    if path.exists() or path.is_symlink():
+        plain_file(path)
+    journal = open_journal(path)
+    if journal is None:
+        return
+    with closing(journal):
+        records, _ = read_journal(path)
+        journalled = {record.shard for record in records if isinstance(record, ShardRecord)}
+        for shard, name in _shards_of(directory, writer):
+            if name.part and lost_pieces(shard, records, needed):
+                result.kept.append(shard.name)
+            elif name.part or shard.name not in journalled:
+                with _told(result, shard):
+                    record = finish_part(shard, records, journal) if name.part else journal_closed(shard, journal)
+                    if record is not None:
+                        result.closed[record.shard] = record
+
+
+@contextlib.contextmanager
+def _told(result: Closing, path: Path) -> Iterator[None]:
+    """What is wrong with ``path`` goes into the result; a full disk is nobody's fault and is raised."""
     try:
-        if args.close:
-            close_dead(directory, needed_pieces(ctx.state, args.run))
-        return ShardsResult(_list(directory))
-    except FormatError as error:
-        advice = "look at that file; samples in other shards are not affected"
-        raise AgentFailure("failed", "the run's shards cannot be listed", str(directory), str(error), advice) from error
-
-
-def needed_pieces(state: State, run: str) -> Dict[str, Set[str]]:
-    """The pieces that the run's manifests on this host name, by shard; lines that cannot be read name none."""
-    needed: Dict[str, Set[str]] = {}
-    for share in shares_of(state, run):
-        for raw in share.manifest.read_bytes().splitlines() if share.manifest.is_file() else ():
-            with contextlib.suppress(ValueError, FormatError, RecursionError):
-                for piece in decode_record(ManifestLine, json.loads(raw), share.manifest.name).pieces:
-                    needed.setdefault(piece.shard, set()).add(piece.name)
-    return needed
-
-
-def close_dead(directory: Path, needed: Optional[Needed] = None) -> None:
-    """Finish what dead writers left in a run's capture directory. A part whose journal has lost lines of ``needed``
-    pieces is left as it is: finishing it would cut them off. Raises ``FormatError`` for a broken journal, ``OSError``.
-    """
-    digests = _digests(directory)
-    unfinished = {
-        str(name.writer): name.writer
-        for path, name in _names(directory)
-        if name.writer is not None and name.kind == name.writer.prefix and (name.part or path.name not in digests)
-    }
-    for _, writer in sorted(unfinished.items()):
-        finish_dead_writer(directory, writer, needed or {})
+        yield
+    except (FormatError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise
+        result.faults.append(fault_of(path, error))
 
 
 def lost_pieces(path: Path, records: Sequence[JournalRecord], needed: Needed) -> Set[str]:
     """The pieces of a part that samples need and its journal does not have."""
     shard = closed_name(path)
     return needed.get(shard, set()) - {r.name for r in records if isinstance(r, PieceRecord) and r.shard == shard}
-
-
-def finish_dead_writer(directory: Path, writer: Writer, needed: Optional[Needed] = None) -> bool:
-    """Bring a dead writer's files to their final state: parts closed or removed, each closed shard in the journal.
-    False, and nothing done, when the writer lives. May be interrupted anywhere and called again. Raises
-    ``FormatError`` for a broken journal, ``OSError``."""
-    journal = open_journal(directory / writer.journal)
-    if journal is None:
-        return False
-    with closing(journal):
-        records, _ = read_journal(directory / writer.journal)
-        journalled = {record.shard for record in records if isinstance(record, ShardRecord)}
-        for path, name in _shards_of(directory, writer):
-            if name.part and lost_pieces(path, records, needed or {}):
-                continue
-            if name.part:
-                finish_part(path, records, journal)
-            elif path.name not in journalled:
-                journal_closed(path, journal)
-    return True
 
 
 def fetch(args: FetchArgs, ctx: AgentContext) -> FetchResult:
@@ -158,24 +245,13 @@ def _shards_of(directory: Path, writer: Writer) -> List[Tuple[Path, FileName]]:
     return [(path, name) for path, name in _names(directory) if name.writer == writer and name.kind == writer.prefix]
 
 
-def _list(directory: Path) -> List[ShardInfo]:
-    names = _names(directory)
-    digests = _digests(directory)
+def _list(directory: Path, journals: ClosedShards) -> List[ShardInfo]:
     infos = []
-    for path, name in names:
+    for path, name in _names(directory):
         try:
             size = path.stat().st_size
         except FileNotFoundError:  # a living writer closed it meanwhile
             continue
-        infos.append(ShardInfo(path.name, name.kind, size, digests.get(path.name, ""), name.part))
+        closed = journals.records.get(path.name)
+        infos.append(ShardInfo(path.name, name.kind, size, closed.sha256 if closed else "", name.part))
     return infos
-
-
-def _digests(directory: Path) -> Dict[str, str]:
-    """SHA-256 of closed shards, from the journals."""
-    digests: Dict[str, str] = {}
-    for path, name in _names(directory):
-        if name.kind == "journal":
-            records, _ = read_journal(path)
-            digests.update({record.shard: record.sha256 for record in records if isinstance(record, ShardRecord)})
-    return digests

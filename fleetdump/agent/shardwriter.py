@@ -6,6 +6,7 @@ Standard library alone, Python 3.8. The tap has a writer of the same files of it
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ from fleetdump.agent.tensorfile import (
     tensor_bytes,
 )
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk that takes no more: they pass when somebody makes room."""
 HEADER_SLACK = 4096
 """Bytes of the header reserve kept for ``__metadata__`` and the braces."""
 
@@ -225,6 +228,10 @@ class _OpenShard:
     tensors: List[Tensor] = field(default_factory=list)
     unsynced: List[PieceRecord] = field(default_factory=list)
     sealing: bool = False
+    _entry_bytes: int = 0
+    _unsynced_bytes: int = 0
+    _unsynced_entry_bytes: int = 0
+    """Running sums: a shard may have a million tensors."""
 
     @classmethod
     def create(cls, path: Path, metadata: Dict[str, str], header_bytes: int) -> _OpenShard:
@@ -245,12 +252,12 @@ class _OpenShard:
     @property
     def end(self) -> int:
         """Bytes of the data section."""
-        return _end(self.tensors) + sum(piece.bytes for piece in self.unsynced)
+        return _end(self.tensors) + self._unsynced_bytes
 
     @property
     def entry_bytes(self) -> int:
         """Room that the tensors take in the header, at most."""
-        return sum(map(header_entry_bytes, self.tensors)) + sum(header_entry_bytes(_tensor(p)) for p in self.unsynced)
+        return self._entry_bytes + self._unsynced_entry_bytes
 
     def write(self, piece: NewPiece, data: bytes) -> PieceRecord:
         """Append a piece's bytes."""
@@ -265,17 +272,22 @@ class _OpenShard:
         self.file.seek(self.header.data_start + self.end)
         write_all(self.file, data)
         self.unsynced.append(record)
+        self._unsynced_bytes += record.bytes
+        self._unsynced_entry_bytes += header_entry_bytes(_tensor(record))
         return record
 
     def accept_unsynced(self) -> List[PieceRecord]:
         """They are on the disk and in the journal."""
         records, self.unsynced = self.unsynced, []
         self.tensors += map(_tensor, records)
+        self._entry_bytes += self._unsynced_entry_bytes
+        self._unsynced_bytes = self._unsynced_entry_bytes = 0
         return records
 
     def drop_unsynced(self) -> None:
         """Cut the file back to its last journalled piece. Should even that fail, the next piece overwrites the rest."""
         self.unsynced = []
+        self._unsynced_bytes = self._unsynced_entry_bytes = 0
         with contextlib.suppress(OSError):
             self.file.truncate(self.header.data_start + self.end)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Tuple
 
 from fleetdump.agent.context import State
-from fleetdump.agent.formats import SELFCHECK_PREFIX, SERVER_NAME, AttemptLine, is_run_name
+from fleetdump.agent.formats import SELFCHECK_PREFIX, SHARE_NAME, AttemptLine, is_run_name, share_id
 from fleetdump.agent.jsonl import decode_record, read_lines, write_json
 from fleetdump.agent.procfs import is_alive, start_time
-from fleetdump.agent.protocol import AgentFailure, CaptureSpec, RunProgress
+from fleetdump.agent.protocol import TOO_LONG, AgentFailure, CaptureSpec, RunProgress
 from fleetdump.agent.records import in_words, naming, read_advice, read_record
 from fleetdump.agent.schedule import Sample
 
@@ -41,12 +41,13 @@ class ShareSpec:
     patch_sha256: str
     model_sha256: str
     submitted_at: float
+    too_long: str = TOO_LONG[0]
     v: int = 1
 
     @property
     def share_id(self) -> str:
-        """Which submit made this share: a run that was cleaned away and begun anew is told from the one before."""
-        return f"{self.share_sha256[:16]}-{self.submitted_at:.6f}"
+        """Which submit made this share."""
+        return share_id(self.share_sha256, self.submitted_at)
 
     @property
     def directory(self) -> Path:
@@ -61,6 +62,16 @@ class DriverRecord:
     pid: int
     start_time: int
     started_at: float
+    v: int = 1
+
+
+@dataclass
+class Order:
+    """``order.json``: what ``fleetdump pause`` or ``cancel`` told the drivers of this share, and who did."""
+
+    order: str
+    operator: str
+    t: float
     v: int = 1
 
 
@@ -81,6 +92,8 @@ class Share:
         self.root = root
         self.run = root.parent.name
         self.server = root.name
+        """The share's name (``formats.SHARE_NAME``)."""
+        self._work_file: Optional[BinaryIO] = None
 
     @classmethod
     def of(cls, state: State, run: str, server: str) -> Share:
@@ -104,12 +117,28 @@ class Share:
         return self.root / "rejected.jsonl"
 
     @property
+    def withdrawn(self) -> Path:
+        return self.root / "withdrawn.jsonl"
+
+    @property
+    def request(self) -> Path:
+        """What ``withdraw`` asks of the living driver; it is gone when that is done."""
+        return self.root / "withdraw.json"
+
+    @property
     def attempts(self) -> Path:
         return self.root / "attempts.jsonl"
 
     @property
     def log(self) -> Path:
         return self.root / "driver.log"
+
+    def manifest_size(self) -> int:
+        """Bytes of the manifest, 0 when there is none."""
+        try:
+            return self.manifest.stat().st_size
+        except OSError:
+            return 0
 
     def spec(self) -> Optional[ShareSpec]:
         """What was submitted, None when nothing was (or the submit did not end). Raises ``AgentFailure`` when
@@ -138,11 +167,26 @@ class Share:
         except AgentFailure as failure:
             progress.state, progress.detail = "failed", in_words(failure)
         progress.driver_alive = self.driver_alive()
+        if progress.state == "done" and self.manifest_size() < progress.manifest_bytes:
+            progress.state, progress.detail = "stopped", f"{self.manifest} has lost lines: a driver makes them again"
         if not progress.driver_alive and progress.state not in FINISHED:
             progress.state = "stopped"
             progress.tokens_per_second = progress.eta_seconds = 0.0
             progress.in_flight = 0
         return progress
+
+    def order(self) -> Optional[Order]:
+        """What drivers are told, None when nothing is: they work."""
+        return read_advice(Order, self.root / "order.json")
+
+    def give_order(self, order: Optional[Order]) -> None:
+        """Tell this share's drivers, now and later ones; None takes it back."""
+        path = self.root / "order.json"
+        with naming(path):
+            if order is not None:
+                write_json(path, order)
+            elif path.exists():
+                path.unlink()
 
     # ------------------------------------------------------------------ the one driver
     def claim(self) -> Optional[BinaryIO]:
@@ -198,15 +242,20 @@ class Share:
                 if "reason" in data:
                     yield None, data
                 else:
-                    yield Sample(data["id"], len(data["ids"]), offset), data
+                    yield Sample(data["id"], len(data["ids"]), offset, len(line)), data
                 offset += len(line)
 
     def read_sample(self, sample: Sample) -> Tuple[List[int], List[int]]:
         """Ids and mask of ``sample``."""
-        with open(self.work, "rb") as file:
-            file.seek(sample.offset)
-            data = json.loads(file.readline())
+        if self._work_file is None:
+            self._work_file = open(self.work, "rb")  # noqa: SIM115 (as long as the share; work.jsonl never changes)
+        line = os.pread(self._work_file.fileno(), sample.line_bytes, sample.offset)
+        data = json.loads(line)
         return data["ids"], data["mask"]
+
+    def read_withdrawn(self) -> List[str]:
+        """Ids of the samples that were given away."""
+        return [line["id"] for line in read_lines(self.withdrawn)[0]]
 
     def read_attempts(self) -> List[AttemptLine]:
         """All attempts so far, in order."""
@@ -226,13 +275,21 @@ def shares_of(state: State, run: str) -> List[Share]:
     return [Share(path.parent) for path in sorted(root.glob("*/share.json"))]
 
 
-def valid_names(run: str, server: str) -> bool:
+def valid_names(run: str, share: str) -> bool:
     """Whether both may become folder names."""
-    return is_run_name(run) and bool(SERVER_NAME.match(server))
+    return is_run_name(run) and bool(SHARE_NAME.match(share))
 
 
 def _notes(head: Dict[str, Any]) -> List[str]:
-    notes = [f"supervised: {span!r}" for span in head["spans"]]
+    methods = ", ".join(f"{method} {count}" for method, count in sorted(head["methods"].items()))
+    notes = [f"chat template {head['template_sha256'][:12]}; masks by {methods or 'nothing'}"]
+    for sample in head["shown"]:
+        spans = " | ".join(repr(span) for span in sample["spans"])
+        notes.append(f"{sample['id']}: {sample['supervised']} of {sample['tokens']} tokens supervised: {spans}")
+    if head["truncated"]:
+        notes.append(f"{head['truncated']} samples were cut at {head['limit']} tokens")
+    if head["dropped"]:
+        notes.append(f"{head['dropped']} samples have more than {head['limit']} tokens and were dropped")
     if head["unsupervised_samples"]:
         notes.append(f"warning: {head['unsupervised_samples']} samples have no supervised token")
     if head["all_supervised_samples"]:

@@ -14,9 +14,13 @@ from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options
 from fleetdump.errors import ExitCode, FleetdumpError, UsageError, worst
 from fleetdump.fleet import fan_out
 from fleetdump.ledger import Ledger
-from fleetdump.tasks.collect import CollectReport, PullOptions, PullReport, merge, only_collector, pull, require_whole
+from fleetdump.tasks.collect import pull
 from fleetdump.tasks.extract import require_run_name, runs_file
-from fleetdump.views.console import err, out, print_error, size
+from fleetdump.tasks.merge import CollectReport, PullOptions, merge, require_whole
+from fleetdump.tasks.pullshards import PullReport
+from fleetdump.tasks.rejected import write_rejected
+from fleetdump.tasks.runlock import COLLECTOR, sole
+from fleetdump.views.console import out, print_error, size
 
 DEADLINE = 7 * 86400.0
 SHOWN = 5
@@ -35,7 +39,7 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
 
     Gaps, duplicates and settings that differ between hosts are named. It may be called while the run goes on, and
     again after any interruption; it continues where it was. The report is also written to collect.json beside the
-    merged manifest.
+    merged manifest. --json prints an object a host and then that report, as {"command": "collect", "data": ...}.
 
     \b
     Examples:
@@ -59,7 +63,7 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
 
     ledger_file = runs_file(runs_dir, run_name)
     is_new = not ledger_file.parent.exists()
-    with only_collector(ledger_file.parent), Ledger(ledger_file) as ledger:
+    with sole(ledger_file.parent, COLLECTOR), Ledger(ledger_file) as ledger:
         report = Report(options, Verb("collect", show, code=_code, deadline=DEADLINE))
         outcomes = fan_out(
             hosts,
@@ -74,8 +78,12 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
             sys.exit(worst([report.close(), _unknown_run(run_name, runs_dir)]))
         merged = merge(ledger, pull_options, runs_dir)
         _write(merged)
+        write_rejected(ledger, ledger_file.parent)
     code = report.close()
-    _show_merged(merged, options.as_json)
+    if options.as_json:
+        out.print(json.dumps({"command": "collect", "data": to_json(merged)}), markup=False)
+    else:
+        _show_merged(merged)
     try:
         require_whole(merged, [outcome.value for outcome in outcomes.values() if outcome.value is not None])
     except FleetdumpError as error:
@@ -109,9 +117,8 @@ def _write(merged: CollectReport) -> None:
     path.write_text(json.dumps(to_json(merged), indent=1) + "\n", encoding="utf-8")
 
 
-def _show_merged(merged: CollectReport, as_json: bool) -> None:
-    console = err if as_json else out
-    console.print(
+def _show_merged(merged: CollectReport) -> None:
+    out.print(
         f"run {merged.run}: {merged.samples} of {merged.expected} samples, {merged.tokens} tokens, {merged.lost} lost,"
         f" {merged.duplicated} duplicated, {merged.rejected} rejected; {merged.manifest}",
         markup=False,
@@ -123,10 +130,10 @@ def _show_merged(merged: CollectReport, as_json: bool) -> None:
     )
     for label, lines, count in listed:
         for line in lines[:SHOWN]:
-            console.print(f"  {label}: {line}", markup=False)
+            out.print(f"  {label}: {line}", markup=False)
         if count > SHOWN:
             more = Path(merged.manifest).with_name("collect.json")
-            console.print(f"  {label}: and {count - SHOWN} more; {more} names the first {len(lines)}", markup=False)
+            out.print(f"  {label}: and {count - SHOWN} more; {more} names the first {len(lines)}", markup=False)
 
 
 def _code(report: PullReport) -> ExitCode:

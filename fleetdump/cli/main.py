@@ -18,8 +18,10 @@ from fleetdump.cli.extract import extract
 from fleetdump.cli.init import init
 from fleetdump.cli.logs import logs
 from fleetdump.cli.patches import patches
+from fleetdump.cli.plan import plan
 from fleetdump.cli.restart import restart
 from fleetdump.cli.revert import revert
+from fleetdump.cli.runcontrol import attach, cancel, pause, resume
 from fleetdump.cli.selfcheck import selfcheck
 from fleetdump.cli.status import status
 from fleetdump.cli.stop import stop
@@ -48,6 +50,7 @@ def cli() -> None:
       fleetdump init gpu01 gpu02        write a commented inventory.yaml
       fleetdump check                   would it work? nothing is changed
       fleetdump deploy                  patch, launch, watch, self-check
+      fleetdump plan --data d.jsonl     samples, tokens, disk and hours
       fleetdump extract --data d.jsonl  run a data set through the fleet
       fleetdump collect --data          bring manifests and shards home, verified
       fleetdump stop, revert, clean     leave nothing behind
@@ -68,7 +71,12 @@ for _command in (
     watch,
     logs,
     diagnose,
+    plan,
     extract,
+    attach,
+    pause,
+    resume,
+    cancel,
     verify,
     collect,
     restart,

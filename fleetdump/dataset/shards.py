@@ -56,10 +56,10 @@ class ShardReader:
 
 
 def verify_directory(directory: Path) -> Verification:
-    """Verify every closed shard of a directory against its journals, reading each file once. Raises ``FormatError``
-    for a journal that cannot be read."""
+    """Verify every closed shard of a directory against its journals, reading each file once. A journal that cannot be
+    read is a fault, and its shards are then not closed by any."""
     index = JournalIndex.read(directory)
-    result = Verification()
+    result = Verification(faults=index.faults)
     for name in sorted(index.closed):
         pieces = index.pieces[name]
         result.faults += verify_shard(directory / name, index.closed[name], pieces)

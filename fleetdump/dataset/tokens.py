@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from fleetdump.agent.formats import Row
 from fleetdump.dataset.rows import BrokenRow
-
-CHARACTERS_PER_TOKEN = 3.5
-TOKENS_PER_MESSAGE = 6
+from fleetdump.dataset.rows.size import estimate_tokens
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,3 @@ def measure(rows: Iterable[Row | BrokenRow]) -> DataSize:
         else:
             good, tokens = good + 1, tokens + estimate_tokens(row)
     return DataSize(good, broken, tokens)
-
-
-def estimate_tokens(row: Row) -> int:
-    """Exact for ids, by the number of characters for text and messages."""
-    if row.input_ids is not None:
-        return len(row.input_ids)
-    if row.text is not None:
-        return 1 + int(len(row.text) / CHARACTERS_PER_TOKEN)
-    messages = row.messages or []
-    characters = sum(len(str(message.get("content") or "")) for message in messages)
-    return TOKENS_PER_MESSAGE * len(messages) + int(characters / CHARACTERS_PER_TOKEN)

@@ -6,13 +6,13 @@ Three steps, so that the command line stays thin: ``open_run`` decides who gets 
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from fleetdump.agent.formats import SELFCHECK_PREFIX, Row, is_run_name, row_line
+from fleetdump.agent.formats import SELFCHECK_PREFIX, is_run_name, is_share, server_of
 from fleetdump.agent.protocol import (
     FollowArgs,
     FollowResult,
@@ -23,8 +23,8 @@ from fleetdump.agent.protocol import (
     StatusResult,
     SubmitArgs,
     from_json,
-    to_json,
 )
+from fleetdump.dataset.intake import DataSet, Lines
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.errors import HostError, UsageError
 from fleetdump.fleet import Host
@@ -35,8 +35,6 @@ from fleetdump.tasks._task import task
 SUBMIT_DEADLINE = 600.0
 PROBE_DEADLINE = 90.0
 FOLLOW_SECONDS = 7 * 86400.0
-CHARACTERS_PER_TOKEN = 3.5
-TOKENS_PER_MESSAGE = 6
 
 Target = tuple[str, str]
 """A server of the fleet: (host name, server name)."""
@@ -46,22 +44,11 @@ Target = tuple[str, str]
 class Share:
     """One server's share: the rows as lines (``formats.row_line``), and their SHA-256."""
 
-    lines: list[str] = field(default_factory=list)
+    lines: Lines
 
-    @property
+    @functools.cached_property
     def sha256(self) -> str:
-        digest = hashlib.sha256()
-        for line in self.lines:
-            digest.update(line.encode())
-        return digest.hexdigest()
-
-
-@dataclass
-class DataSet:
-    """The rows of a data file in order, by id, each with its line for the hosts; and the broken ones."""
-
-    rows: dict[str, tuple[Row, str]]
-    broken: list[BrokenRow]
+        return self.lines.sha256
 
 
 @dataclass
@@ -81,26 +68,14 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class ExtractSettings:
-    """How the samples are worked on. ``max_tokens`` 0: no limit but the server's; ``token_budget``: tokens in flight
-    at one server."""
+    """How the samples are worked on. ``max_tokens`` and ``too_long`` as in ``SubmitArgs``; ``token_budget``: tokens in
+    flight at one server."""
 
-    max_tokens: int = 0
+    max_tokens: int | None = None
+    too_long: str = ""
     token_budget: int = 32768
     max_attempts: int = 3
     allow_failed_selfcheck: bool = False
-
-
-def take_in(rows: Iterable[Row | BrokenRow]) -> DataSet:
-    """All rows; raises ``UsageError`` when none is usable."""
-    data = DataSet({}, [])
-    for row in rows:
-        if isinstance(row, BrokenRow):
-            data.broken.append(row)
-        else:
-            data.rows[row.id] = (row, row_line(to_json(row)).decode())
-    if not data.rows:
-        raise UsageError("the data has no usable row", why=_first(data.broken), next_step="look at the data file")
-    return data
 
 
 def require_run_name(run: str) -> None:
@@ -114,23 +89,43 @@ def open_run(ledger: Ledger, run: str, data: DataSet, targets: Sequence[Target])
     """Decide who gets what, and record it; for a run that the ledger has, find the shares of before. Where the ledger
     was lost and ``collect`` has rebuilt it, the same data and servers give the same shares, which the hosts know.
 
-    Raises ``UsageError`` for a run that was begun with other data (the difference is named). New ``targets`` are
-    ignored by a run that has begun: its shares are fixed.
+    Raises ``UsageError`` for a run that was begun with other data or servers (the difference is named). New
+    ``targets`` are ignored by a run that has begun: its shares are fixed.
     """
-    good, broken = data.rows, data.broken
     if ledger.is_planned:
-        return _resume(ledger, run, good, broken)
-    foreign = sorted(ledger.ids() - set(good))
+        return _resume(ledger, run, data)
+    foreign = sorted(ledger.ids() - set(data.rows))
     if foreign:
         raise _other_data(run, [("missing", foreign)])
-    assigned = balance({row_id: _estimate(row) for row_id, (row, _) in good.items()}, targets)
-    plan = _plan(run, good, broken, assigned, resumed=False)
+    assigned = balance({row_id: row.tokens for row_id, row in data.rows.items()}, targets)
+    ids: dict[Target, list[str]] = {}
+    for row_id in data.rows:
+        ids.setdefault(assigned[row_id], []).append(row_id)
+    plan = _plan(run, data, ids, resumed=False)
+    _require_same_shares(ledger, plan)
     planned = [
-        Planned(row_id, _digest(line), *assigned[row_id], tokens=_estimate(row)) for row_id, (row, line) in good.items()
+        Planned(row_id, row.digest, *assigned[row_id], tokens=row.tokens, line=row.line)
+        for row_id, row in data.rows.items()
     ]
     shares = [(*target, share.sha256) for target, share in plan.shares.items()]
-    ledger.plan(planned, shares, [(row.line, f"{row.reason}: {row.detail}") for row in broken])
+    ledger.plan(planned, shares, [(row.line, f"{row.reason}: {row.detail}") for row in data.broken])
     return plan
+
+
+def _require_same_shares(ledger: Ledger, plan: RunPlan) -> None:
+    """Raise ``UsageError`` when hosts have been given other shares of this run than this data and fleet make: rows of
+    other texts under the same ids, or other servers."""
+    for share in ledger.shares():
+        if not share.share_id or server_of(share.server) != share.server:
+            continue  # nothing of it is known, or it was taken over from others later
+        ours = plan.shares.get((share.host, share.server))
+        if ours is None or not is_share(share.share_id, ours.sha256):
+            raise UsageError(
+                f"the data or the servers are not what run {plan.run} was begun with",
+                f"{share.host}/{share.server}",
+                "its share there has other rows" if ours else "it has a share of the run, and is not chosen now",
+                "give the same file and the same hosts, or another --run name for other data",
+            )
 
 
 def balance(tokens: Mapping[str, int], targets: Sequence[Target]) -> dict[str, Target]:
@@ -156,6 +151,19 @@ def targets_of(configs: Iterable[HostConfig]) -> list[Target]:
     return targets
 
 
+def is_begun(ledger_file: Path) -> bool:
+    """Whether the run of this ledger has shares: then nothing of it is decided any more. Raises ``OSError`` for a place
+    where no run can be."""
+    try:
+        ledger_file.parent.stat()
+    except FileNotFoundError:
+        return False
+    if not ledger_file.exists():
+        return False
+    with Ledger(ledger_file) as ledger:
+        return ledger.is_planned
+
+
 @task
 def submit(host: Host, plan: RunPlan, settings: ExtractSettings, ledger: Ledger) -> list[RunProgress]:
     """Hand the host its shares and have its drivers started; submitting again changes nothing but revives drivers.
@@ -168,20 +176,25 @@ def submit(host: Host, plan: RunPlan, settings: ExtractSettings, ledger: Ledger)
         return states
     facts = _facts(host)
     for server, share in shares.items():
+        # A share is fixed once it is submitted, whatever it has given away since: there is nothing to be sent.
+        is_there = plan.resumed and ledger.was_submitted(host.config.name, server)
         args = SubmitArgs(
             run=plan.run,
             server=server,
-            share_sha256=share.sha256,
+            share_sha256=ledger.share_sha256(host.config.name, server) if is_there else share.sha256,
             capture=host.config.capture.spec(),
             max_tokens=settings.max_tokens,
+            too_long=settings.too_long,
             token_budget=settings.token_budget,
             max_attempts=settings.max_attempts,
             allow_failed_selfcheck=settings.allow_failed_selfcheck,
             engine=facts.engine,
-            patch_sha256=_patch_of(facts, server),
+            patch_sha256=_patch_of(facts, server_of(server)),
             model_sha256=facts.model.sha256 if facts.model else "",
         )
-        states.append(host.call(args, RunProgress, verb="submit", body=share.lines, deadline=SUBMIT_DEADLINE))
+        states.append(
+            host.call(args, RunProgress, verb="submit", body=[] if is_there else share.lines, deadline=SUBMIT_DEADLINE)
+        )
         ledger.submitted(host.config.name, server)
     return states
 
@@ -223,15 +236,18 @@ def _patch_of(facts: ProbeResult, server: str) -> str:
 
 
 @task
-def follow(host: Host, run: str, on_progress: Callable[[str, RunProgress], None]) -> list[RunProgress]:
+def follow(
+    host: Host, run: str, on_progress: Callable[[str, RunProgress], None], *, revive: bool = True
+) -> list[RunProgress]:
     """Watch the host's shares of the run until all are done or failed; ``on_progress`` gets the host's name and each
-    share's state every second. Drivers that died are started again."""
+    share's state every second. Drivers that died are started again, unless told not to."""
 
     def on_event(event: dict[str, object]) -> None:
         if event.get("event") == "progress":
             on_progress(host.config.name, from_json(RunProgress, event["progress"]))
 
-    return host.call(FollowArgs(run), FollowResult, verb="follow", on_event=on_event, deadline=FOLLOW_SECONDS).shares
+    args = FollowArgs(run, revive=revive)
+    return host.call(args, FollowResult, verb="follow", on_event=on_event, deadline=FOLLOW_SECONDS).shares
 
 
 def runs_file(runs_dir: Path, run: str) -> Path:
@@ -239,31 +255,35 @@ def runs_file(runs_dir: Path, run: str) -> Path:
     return runs_dir / run / "ledger.sqlite"
 
 
-def _plan(
-    run: str,
-    good: Mapping[str, tuple[Row, str]],
-    broken: list[BrokenRow],
-    assigned: Mapping[str, Target],
-    resumed: bool,
-) -> RunPlan:
-    shares: dict[Target, Share] = {}
-    for row_id, (_, line) in good.items():
-        shares.setdefault(assigned[row_id], Share()).lines.append(line)
-    return RunPlan(run, shares, len(good), broken, resumed)
+def _plan(run: str, data: DataSet, ids: Mapping[Target, Sequence[str]], resumed: bool) -> RunPlan:
+    shares = {target: Share(data.lines(rows)) for target, rows in ids.items()}
+    return RunPlan(run, shares, len(data.rows), data.broken, resumed)
 
 
-def _resume(ledger: Ledger, run: str, good: Mapping[str, tuple[Row, str]], broken: list[BrokenRow]) -> RunPlan:
-    before = {sample.id: sample for sample in ledger.assignments()}
-    changed = [row_id for row_id in good if row_id in before and _digest(good[row_id][1]) != before[row_id].digest]
-    added = [row_id for row_id in good if row_id not in before]
-    gone = [row_id for row_id in before if row_id not in good]
-    if changed or added or gone:
-        raise _other_data(run, [("changed", changed), ("new", added), ("missing", gone)])
-    return _plan(run, good, broken, ledger.homes(), resumed=True)
+def _resume(ledger: Ledger, run: str, data: DataSet) -> RunPlan:
+    """The ledger has the samples in the data set's order: one pass over both, nothing of a million is kept twice."""
+    ids: dict[Target, list[str]] = {}
+    planned = ledger.assignments()
+    for row_id, row in data.rows.items():
+        sample = next(planned, None)
+        if sample is None or (sample.id, sample.digest) != (row_id, row.digest):
+            raise _difference(ledger, run, data)
+        ids.setdefault((sample.host, sample.server), []).append(row_id)
+    if next(planned, None) is not None:
+        raise _difference(ledger, run, data)
+    return _plan(run, data, ids, resumed=True)
+
+
+def _difference(ledger: Ledger, run: str, data: DataSet) -> UsageError:
+    before = {sample.id: sample.digest for sample in ledger.assignments()}
+    changed = [row_id for row_id, row in data.rows.items() if row.digest != before.get(row_id, row.digest)]
+    added = [row_id for row_id in data.rows if row_id not in before]
+    gone = [row_id for row_id in before if row_id not in data.rows]
+    return _other_data(run, [("changed", changed), ("new", added), ("missing", gone)])
 
 
 def _other_data(run: str, kinds: Sequence[tuple[str, list[str]]]) -> UsageError:
-    named = [f"{len(ids)} {kind} (first: {ids[0]!r})" for kind, ids in kinds if ids]
+    named = [f"{len(ids)} {kind} (first: {ids[0]!r})" for kind, ids in kinds if ids] or ["in another order"]
     return UsageError(
         f"the data is not what run {run} was begun with",
         why=f"rows: {', '.join(named)}",
@@ -281,22 +301,3 @@ def _facts(host: Host) -> ProbeResult:
             "fleetdump check names what is wrong",
         )
     return probe
-
-
-def _estimate(row: Row) -> int:
-    """About how many tokens a row has; only for sharing out, the hosts count exactly."""
-    if row.input_ids is not None:
-        return len(row.input_ids)
-    if row.text is not None:
-        return 1 + int(len(row.text) / CHARACTERS_PER_TOKEN)
-    messages = row.messages or []
-    characters = sum(len(str(message.get("content") or "")) for message in messages)
-    return TOKENS_PER_MESSAGE * len(messages) + int(characters / CHARACTERS_PER_TOKEN)
-
-
-def _digest(line: str) -> str:
-    return hashlib.sha256(line.encode()).hexdigest()[:16]
-
-
-def _first(broken: Sequence[BrokenRow]) -> str:
-    return f"line {broken[0].line} ({broken[0].reason}): {broken[0].detail}" if broken else "it is empty"

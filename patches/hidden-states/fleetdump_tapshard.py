@@ -54,6 +54,8 @@ class Shard:
         self._end = 0
         self._entry_bytes = HEADER_SLACK
         self._names: set[str] = set()
+        self._closed: Record | None = None
+        """Its journal line, once it is closed; the disk may have no room for the line yet."""
         self._file = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             self._write_header()
@@ -121,7 +123,10 @@ class Shard:
 
     def close(self, durable: bool) -> Record | None:
         """Cut behind the last accepted piece, header, fsync (if ``durable``), rename, SHA-256; gives the shard's
-        journal line. None, and the part is removed, when it has no piece. May be called again after an ``OSError``."""
+        journal line. None, and the part is removed, when it has no piece. May be called again after an ``OSError``, and
+        when the line could not be journalled: it is the same then."""
+        if self._closed is not None:
+            return self._closed
         if not self.accepted:
             self.part.unlink()
             self.give_up()
@@ -136,9 +141,9 @@ class Shard:
             os.rename(self.part, self.path)
         if durable:
             fsync_directory(self.path.parent)
-        digest = self._sha256()
+        self._closed = line("shard", shard=self.path.name, bytes=size, sha256=self._sha256())
         self.give_up()
-        return line("shard", shard=self.path.name, bytes=size, sha256=digest)
+        return self._closed
 
     def give_up(self) -> None:
         """Close the file as it is."""

@@ -101,7 +101,8 @@ def test_unknown_host(fleet: Fleet) -> None:
         (b"", "it is empty"),
         (b"\n\n", "it is empty"),
         (b'{"messages": []}\n{broken\n', "line 1"),
-        (b"PAR1....", "Parquet"),
+        (b"PAR1....", "damaged"),
+        (b"PK\x03\x04....", "zip file"),
     ],
 )
 def test_unusable_data(fleet: Fleet, content: bytes | None, fragment: str) -> None:
@@ -114,11 +115,12 @@ def test_unusable_data(fleet: Fleet, content: bytes | None, fragment: str) -> No
 
 
 def test_broken_rows_among_good_ones(fleet: Fleet) -> None:
-    """They are named; the good ones are shared out, and wait where no server runs."""
+    """They are named; where no server was launched no run is begun with the good ones."""
     (fleet.folder / "data.jsonl").write_text('{"text": "good"}\n{broken\n{"messages": []}\n{"text": "good too"}\n')
     fleet.write_inventory(capture={"layers": [1], "dir": CAPTURE})
-    told = ("2 samples on 1 server", "line 2 is left out", "line 3 is left out", "never launched", "fleetdump deploy")
-    refused(fleet, ("extract", "--data", "data.jsonl"), FAILED, *told)
+    told = ("line 2 is left out", "line 3 is left out", "1 of 1 servers were never launched", "fleetdump deploy")
+    refused(fleet, ("extract", "--data", "data.jsonl"), USAGE, *told)
+    assert not (fleet.folder / "runs").exists()
 
 
 def test_unknown_run(fleet: Fleet) -> None:

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.sglang
 READY_SECONDS = 240.0
 KEY = "k-4711-secret"
 ROWS: list[dict[str, Any]] = [
-    *({"id": f"ids-{n}", "input_ids": [(7 * k) % 300 + 3 for k in range(n)], "loss_mask": [1] * n} for n in (1, 2, 5)),
+    *({"id": f"ids-{n}", "input_ids": [(7 * k) % 300 + 3 for k in range(n)], "loss_mask": [1] * n} for n in (2, 3, 5)),
     *({"id": f"text-{n}", "text": "The quick brown fox. " * n} for n in (1, 2, 4, 8, 16, 32, 70)),
     *(
         {

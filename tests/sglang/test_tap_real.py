@@ -23,7 +23,7 @@ from fleetdump.agent.edit import apply_edits
 from fleetdump.agent.flagrules import patch_arguments
 from fleetdump.agent.formats import PieceRecord, SkipRecord
 from fleetdump.agent.jsonl import read_journal
-from fleetdump.agent.shards import close_dead
+from fleetdump.agent.shards import close_dead, needed_of
 from fleetdump.dataset.shards import ShardReader, verify_directory
 from fleetdump.patches import load_patch
 from tests.sglang.cpuserver import RunningServer, SglangEnv, session_pids, start_server
@@ -313,11 +313,11 @@ def wait_for_rows(journal: Path, rows: int) -> None:
 def close_when_dead(run: Path) -> None:
     """Close what the killed ranks left. The kernel lets a big process's locks go a while after it is a zombie."""
     end = time.monotonic() + 30
-    close_dead(run)
+    close_dead(run, needed_of([]))
     while list(run.glob("*.part")):
         assert time.monotonic() < end, "a killed rank still holds its journal"
         time.sleep(0.2)
-        close_dead(run)
+        close_dead(run, needed_of([]))
 
 
 @pytest.mark.nightly  # every day test_tap_layouts shows TP 2 with all that makes it harder, the demo TP 1

@@ -151,7 +151,10 @@ def work_lines(samples: dict[str, int]) -> bytes:
         "tokens": sum(good.values()),
         "unsupervised_samples": 0,
         "all_supervised_samples": 0,
-        "spans": ["yes"],
+        "truncated": 0,
+        "dropped": 0,
+        "methods": {"given": len(good)},
+        "shown": [{"id": "x", "tokens": 2, "supervised": 1, "spans": ["yes"]}],
     }
     lines: list[dict[str, Any]] = [head]
     for name, n in samples.items():

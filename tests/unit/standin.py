@@ -4,7 +4,8 @@ journals in the capture directory, by the agent's own ShardWriter. Run: ``python
 The config is read anew for each request, so that a test can change the faults of a running server:
 ``delay`` (seconds a request), ``chunk`` (rows a piece), ``poison`` (samples that kill the server), ``error`` (samples
 answered with 500), ``skip`` ({sample: reason}, up to attempt ``skip_until``), ``lose`` (samples answered but never
-written), ``other_ids`` (samples written with a wrong hash), ``stages`` (slots of each pipeline stage: all in one)."""
+written), ``other_ids`` (samples written with a wrong hash), ``stages`` (slots of each pipeline stage: all in one),
+``idle_close`` (seconds after which a shard closes)."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class Tap:
         while True:
             time.sleep(0.1)
             with self.lock:
-                if time.monotonic() - self.last > IDLE_CLOSE_SECONDS:
+                if time.monotonic() - self.last > self.config.get("idle_close", IDLE_CLOSE_SECONDS):
                     for writer in self.writers.values():
                         writer.close_shard()
 

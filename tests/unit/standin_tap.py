@@ -17,7 +17,7 @@ from fleetdump.agent.tensorfile import ids_bytes
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches" / "hidden-states"))
 
 from fleetdump_tapfiles import TapWriter  # type: ignore[import-not-found]
-from fleetdump_taprecords import Config, Piece  # type: ignore[import-not-found]
+from fleetdump_taprecords import Config, Norm, Piece  # type: ignore[import-not-found]
 
 ROW_BYTES = 3 * standin.HIDDEN * 4
 
@@ -36,7 +36,7 @@ class RealTap:
         settings = Config(
             config["server"], config["launch_id"], layers, directory, 100_000, 16384, 0.5, 0, 1, threads=4
         )
-        self.writer = TapWriter(settings, 0, None)
+        self.writer = TapWriter(settings, 0, Norm(bytes(4 * standin.HIDDEN), "F32", 1e-6))
 
     def capture(self, rid: Rid, ids: list[int], faults: dict) -> None:
         chunk = faults["chunk"]

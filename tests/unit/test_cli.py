@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fleetdump.cli.collect import _show_merged
-from fleetdump.tasks.collect import CollectReport
+from fleetdump.tasks.merge import CollectReport
 
 COMMANDS = (
     "init",
@@ -21,7 +21,12 @@ COMMANDS = (
     "watch",
     "logs",
     "diagnose",
+    "plan",
     "extract",
+    "attach",
+    "pause",
+    "resume",
+    "cancel",
     "verify",
     "collect",
     "restart",
@@ -67,9 +72,10 @@ def test_wrong_usage_exits_2(args: tuple[str, ...]) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("init", "extract", "patches")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("init", "plan", "extract", "patches")])
 def test_missing_inventory_is_one_screen_with_the_next_step(command: str, tmp_path: Path) -> None:
-    result = fleetdump(command, cwd=tmp_path)
+    run = ("--run", "r") if command in ("attach", "pause", "resume", "cancel") else ()
+    result = fleetdump(command, *run, *(("--yes",) if command == "cancel" else ()), cwd=tmp_path)
     assert result.returncode == 2
     assert "inventory.yaml" in result.stderr
     assert "fleetdump init" in result.stderr
@@ -135,6 +141,6 @@ def test_a_broken_bundle_is_refused(tmp_path: Path) -> None:
 
 def test_what_collect_does_not_list_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
     rejects = [f"a{n}: too_long" for n in range(7)]
-    _show_merged(CollectReport("r", 1, 8, 0, 0, 7, 5, "out/r/manifest.jsonl", rejects=rejects), as_json=False)
+    _show_merged(CollectReport("r", 1, 8, 0, 0, 7, 5, "out/r/manifest.jsonl", rejects=rejects))
     told = capsys.readouterr().out.splitlines()
     assert told[-2:] == ["  rejected: a4: too_long", "  rejected: and 2 more; out/r/collect.json names the first 7"]

@@ -18,31 +18,19 @@ from manifests import manifest_line, text_of
 
 from fleetdump.agent.context import State
 from fleetdump.agent.drive import start_driver, whole_lines
-from fleetdump.agent.formats import RejectedLine, Row
+from fleetdump.agent.formats import RejectedLine, Row, share_id
 from fleetdump.agent.jsonl import encode_line
 from fleetdump.agent.protocol import ServerSpec, ShardInfo
 from fleetdump.agent.share import Share
+from fleetdump.dataset.intake import take_in
+from fleetdump.dataset.lines import LineFault, Source, check_line
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.dataset.shards import verify_samples
 from fleetdump.errors import ExitCode, FleetdumpError, LockedError, UsageError
 from fleetdump.fleet import Host, connect
 from fleetdump.inventory import CaptureConfig, HostConfig
 from fleetdump.ledger import Ledger, Planned, Totals
-from fleetdump.tasks.collect import (
-    DamagedCopy,
-    LineFault,
-    PullOptions,
-    PullReport,
-    Source,
-    _pull_file,
-    check_line,
-    merge,
-    only_collector,
-    pull,
-    require_whole,
-    take_line,
-    take_reject,
-)
+from fleetdump.tasks.collect import pull, take_line, take_reject
 from fleetdump.tasks.extract import (
     ExtractSettings,
     RunPlan,
@@ -50,10 +38,12 @@ from fleetdump.tasks.extract import (
     open_run,
     require_run_name,
     submit,
-    take_in,
     targets_of,
 )
 from fleetdump.tasks.extract import Share as SharePlan
+from fleetdump.tasks.merge import PullOptions, merge, require_whole
+from fleetdump.tasks.pullshards import DamagedCopy, PullReport, pull_file, verify_pieces
+from fleetdump.tasks.runlock import COLLECTOR, CONTROLLER, sole
 
 SOURCE = Source("r1", "h1", "main")
 
@@ -82,8 +72,8 @@ def test_balance_is_even_and_always_the_same() -> None:
 
 def test_the_same_data_gives_the_same_shares_after_a_crash(ledger: Ledger) -> None:
     data = [*rows(*"abcdefg"), BrokenRow(9, "bad_json", "x")]
-    first = open_run(ledger, "r1", take_in(data), TARGETS)
-    again = open_run(ledger, "r1", take_in(data), TARGETS[:1])  # other hosts selected: the shares stay
+    first = open_run(ledger, "r1", take_in(enumerate(data, 1)), TARGETS)
+    again = open_run(ledger, "r1", take_in(enumerate(data, 1)), TARGETS[:1])  # other hosts selected: the shares stay
     assert (first.resumed, again.resumed) == (False, True)
     assert {t: s.sha256 for t, s in first.shares.items()} == {t: s.sha256 for t, s in again.shares.items()}
     assert first.samples == 7
@@ -100,9 +90,9 @@ def test_the_same_data_gives_the_same_shares_after_a_crash(ledger: Ledger) -> No
     ],
 )
 def test_other_data_under_the_same_name_is_refused(ledger: Ledger, data: list[Row | BrokenRow], why: str) -> None:
-    open_run(ledger, "r1", take_in(rows("a", "b", "c")), TARGETS)
+    open_run(ledger, "r1", take_in(enumerate(rows("a", "b", "c"), 1)), TARGETS)
     with pytest.raises(UsageError) as caught:
-        open_run(ledger, "r1", take_in(data), TARGETS)
+        open_run(ledger, "r1", take_in(enumerate(data, 1)), TARGETS)
     assert why in caught.value.why
 
 
@@ -110,16 +100,31 @@ def test_a_ledger_that_collect_rebuilt_refuses_other_data(ledger: Ledger) -> Non
     line = manifest_line("z")
     ledger.deliver("h1", line, text_of(line))
     with pytest.raises(UsageError, match="not what run r1 was begun with") as caught:
-        open_run(ledger, "r1", take_in(rows("a", "b")), TARGETS)
+        open_run(ledger, "r1", take_in(enumerate(rows("a", "b"), 1)), TARGETS)
     assert caught.value.why == "rows: 1 missing (first: 'z')"
     assert not ledger.is_planned
+
+
+@pytest.mark.parametrize("other", ["texts", "servers"])
+def test_a_ledger_that_collect_rebuilt_refuses_other_rows_under_the_same_ids(
+    ledger: Ledger, tmp_path: Path, other: str
+) -> None:
+    with Ledger(tmp_path / "before" / "ledger.sqlite") as before:
+        shares = open_run(before, "r1", take_in(enumerate(rows("a", "b", "c"), 1)), TARGETS).shares
+    for (host, server), share in shares.items():
+        ledger.meet_share(host, server, share_id(share.sha256, 1796000000.25))
+    texts = [Row(name, text="other") for name in "abc"] if other == "texts" else rows("a", "b", "c")
+    with pytest.raises(UsageError, match="not what run r1 was begun with"):
+        open_run(ledger, "r1", take_in(enumerate(texts, 1)), TARGETS if other == "texts" else TARGETS[:1])
+    assert not ledger.is_planned
+    assert not open_run(ledger, "r1", take_in(enumerate(rows("a", "b", "c"), 1)), TARGETS).resumed
 
 
 def test_what_cannot_begin() -> None:
     with pytest.raises(UsageError, match="run"):
         require_run_name("../x")
     with pytest.raises(UsageError, match="usable") as caught:
-        take_in([BrokenRow(3, "bad_json", "x")])
+        take_in([(3, BrokenRow(3, "bad_json", "x"))])
     assert "line 3" in caught.value.why
     with pytest.raises(UsageError, match="no server"):
         targets_of([])
@@ -238,8 +243,8 @@ def test_merge_names_what_a_ledger_should_not_hold(ledger: Ledger, tmp_path: Pat
 
 
 # --------------------------------------------------------------------------- one collect at a time
-HOLD = "import sys,pathlib;from fleetdump.tasks.collect import only_collector\n"
-HOLD += "with only_collector(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys,pathlib;from fleetdump.tasks.runlock import COLLECTOR, sole\n"
+HOLD += "with sole(pathlib.Path(sys.argv[1]), COLLECTOR): print('held', flush=True); sys.stdin.read()"
 
 
 def test_a_second_collect_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
@@ -249,13 +254,17 @@ def test_a_second_collect_is_refused_until_the_first_is_dead(tmp_path: Path) -> 
     ) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"held\n"
-        with pytest.raises(LockedError, match=f"by process {first.pid} ") as caught, only_collector(run):
+        with pytest.raises(LockedError, match=f"by process {first.pid} ") as caught, sole(run, COLLECTOR):
             pass
         assert caught.value.exit_code == ExitCode.LOCKED
-        with only_collector(run.with_name("r2")), Ledger(run / "ledger.sqlite") as beside:  # other runs, and extract
-            open_run(beside, "r1", take_in(rows("a")), TARGETS)
+        with (
+            sole(run.with_name("r2"), COLLECTOR),
+            sole(run, CONTROLLER),
+            Ledger(run / "ledger.sqlite") as beside,
+        ):  # other runs, and extract
+            open_run(beside, "r1", take_in(enumerate(rows("a"), 1)), TARGETS)
         first.kill()
-    with only_collector(run):
+    with sole(run, COLLECTOR):
         assert (run / "lock").read_text() == f"{os.getpid()}\n"
 
 
@@ -270,7 +279,7 @@ def test_a_copy_goes_on_where_it_stopped(tmp_path: Path) -> None:
         asked.append(offset)
         return out.write(data[offset:])
 
-    assert _pull_file(fetch, shard, tmp_path) == 3000
+    assert pull_file(fetch, shard, tmp_path) == 3000
     assert asked == [2000]
     assert (tmp_path / "s.safetensors").read_bytes() == data
 
@@ -279,14 +288,14 @@ def test_a_copy_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_a_wrong_partial_copy_is_made_anew(tmp_path: Path, left: bytes) -> None:
     data = os.urandom(5000)
     (tmp_path / "s.safetensors.partial").write_bytes(left)
-    _pull_file(lambda _, offset, out: out.write(data[offset:]), info(data), tmp_path)
+    pull_file(lambda _, offset, out: out.write(data[offset:]), info(data), tmp_path)
     assert (tmp_path / "s.safetensors").read_bytes() == data
 
 
 def test_a_copy_that_never_comes_whole_is_not_kept(tmp_path: Path) -> None:
     data = os.urandom(5000)
     with pytest.raises(DamagedCopy, match="SHA-256"):
-        _pull_file(lambda _, offset, out: out.write(bytes(5000 - offset)), info(data), tmp_path)
+        pull_file(lambda _, offset, out: out.write(bytes(5000 - offset)), info(data), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -383,6 +392,18 @@ def test_collect_brings_everything_home(run: Run, ledger: Ledger, tmp_path: Path
     assert ledger.collected("h1", "main") == set(SAMPLES)
     assert verify_samples(run.folder, [check_line(json.dumps(line), SOURCE) for line in lines]) == []
     require_whole(collected, [report])
+
+
+def test_a_broken_journal_is_one_fault_and_every_sample_comes_home(run: Run, ledger: Ledger) -> None:
+    plan(ledger)
+    (journal,) = (Path(run.standin.capture.dir) / "r1").glob("journal-*-r0.jsonl")
+    with journal.open("ab") as file:
+        file.write(b"garbage\n")
+    with run.connect() as host:
+        report = pull(host, run.options, ledger)
+    (fault,) = report.faults
+    assert fault.startswith(f"h1: {journal.name}: ")
+    assert ledger.collected("h1", "main") == set(SAMPLES), "each piece is checked against its manifest line"
 
 
 def test_a_deleted_ledger_is_rebuilt_by_collecting(run: Run, ledger: Ledger, tmp_path: Path) -> None:
@@ -515,8 +536,6 @@ def test_a_damaged_shard_is_named_and_not_counted_as_collected(run: Run, ledger:
 
 
 def test_a_flipped_bit_here_is_seen_by_the_pieces(run: Run, ledger: Ledger) -> None:
-    from fleetdump.tasks.collect import verify_pieces
-
     plan(ledger)
     with run.connect() as host:
         pull(host, run.options, ledger)

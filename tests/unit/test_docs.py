@@ -57,6 +57,7 @@ def test_every_record_that_is_written_has_an_example() -> None:
         "ManifestLine",
         "RejectedLine",
         "AttemptLine",
+        "WithdrawnLine",
         "Row",
         "Holder",
     }
@@ -65,6 +66,7 @@ def test_every_record_that_is_written_has_an_example() -> None:
         "ServerRecord",
         "ShareSpec",
         "DriverRecord",
+        "Order",
         "WorkHead",
         "Config",
         "PatchRecord",

@@ -28,7 +28,7 @@ from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import AgentFailure, CleanArgs, FollowArgs, ManifestArgs, Request, SubmitArgs, from_json
 from fleetdump.agent.schedule import Sample, Schedule
 from fleetdump.agent.server import load_record, save_record
-from fleetdump.agent.shards import close_dead
+from fleetdump.agent.shards import close_dead, needed_of
 from fleetdump.agent.share import Share
 from fleetdump.dataset.shards import verify_samples
 
@@ -72,7 +72,7 @@ def test_every_sample_gets_its_line_and_its_bytes(host: StandIn) -> None:
     assert rejected_of(share) == {"nothing": "empty"}
     progress = share.progress()
     assert (progress.done, progress.rejected, progress.in_flight) == (21, 1, 0)
-    assert progress.notes == ["supervised: 'yes'"]
+    assert progress.notes[-1] == "x: 1 of 2 tokens supervised: 'yes'"
     line = next(line for line in manifest_of(share) if line["id"] == "c19")
     assert [piece["start"] for piece in line["pieces"]] == [0, 100, 200, 300, 400, 500, 600, 700]
     assert line["layers"] == {"input": [1, 3], "output": [0, 2]}
@@ -425,7 +425,7 @@ def test_a_waiting_driver_keeps_no_token_shard_open(host: StandIn) -> None:
     share = half_way(host)
     assert share.driver_alive()
     wait_for(lambda: not list(Path(host.capture.dir).glob("*/tokens-*.part")))
-    close_dead(Path(host.capture.dir) / share.run)  # the killed tap's
+    close_dead(Path(host.capture.dir) / share.run, needed_of([]))  # the killed tap's
     check_bytes(share, host.capture)
 
 

@@ -106,7 +106,7 @@ def write(directory: Path, writer: str, *records: object) -> None:
 
 
 def test_tailing_takes_whole_lines_of_this_server_alone(tmp_path: Path) -> None:
-    journals = Journals(tmp_path / "r", "main", lambda rid: rid.sample == "a")
+    journals = Journals(tmp_path / "r", "main", lambda rid: rid.sample == "a", listing=0)
     assert journals.poll() == []
     write(tmp_path / "r", "main-0000000a-r0", piece(0, 4))
     write(tmp_path / "r", "main-2-0000000b-r0", piece(4, 6))  # another server, main-2
@@ -137,14 +137,14 @@ def test_records_of_no_interest_are_dropped_and_others_are_kept_apart(tmp_path: 
 
 
 def test_a_retracted_request_begins_anew(tmp_path: Path) -> None:
-    journals = Journals(tmp_path, "main", lambda _: True)
+    journals = Journals(tmp_path, "main", lambda _: True, listing=0)
     write(tmp_path, "main-0000000a-r0", piece(0, 4), piece(4, 2), piece(0, 8), piece(8, 2))
     journals.poll()
     assert [p.start for p in join(journals.captured["fleetdump/r/a/1"].pieces, IDS, SLOTS) or []] == [0, 8]
 
 
 def test_each_stage_of_a_pipeline_begins_anew_by_itself(tmp_path: Path) -> None:
-    journals = Journals(tmp_path, "main", lambda _: True)
+    journals = Journals(tmp_path, "main", lambda _: True, listing=0)
     write(tmp_path, "main-0000000a-r0", stage(0, 4, [0]), stage(4, 6, [0]))
     write(tmp_path, "main-0000000a-r1", stage(0, 4, [1, 2]), stage(0, 8, [1, 2]), stage(8, 2, [1, 2]))
     journals.poll()
@@ -153,7 +153,7 @@ def test_each_stage_of_a_pipeline_begins_anew_by_itself(tmp_path: Path) -> None:
 
 
 def test_journals_of_all_launches_are_read(tmp_path: Path) -> None:
-    journals = Journals(tmp_path, "main", lambda _: True)
+    journals = Journals(tmp_path, "main", lambda _: True, listing=0)
     write(tmp_path, "main-0000000a-r0", piece(0, 4))
     journals.poll()
     write(tmp_path, "main-0000000b-r0", piece(0, 10, attempt=2, writer="main-0000000b-r0"))

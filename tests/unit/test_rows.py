@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from fleetdump.agent.formats import Row
 from fleetdump.agent.protocol import from_json, to_json
-from fleetdump.dataset import rows as rows_module
 from fleetdump.dataset.rows import BrokenRow, read_rows
+from fleetdump.dataset.rows import jsonl as jsonl_module
 from fleetdump.errors import ExitCode, UsageError
 
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
@@ -75,6 +75,20 @@ def test_tools(tmp_path: Path) -> None:
         assert (result.tools, result.messages) == (tools, [*HELLO, call])
     for nothing in (None, [], "", " "):
         assert row(tmp_path, {"id": "a", "text": "x", "tools": nothing}).tools is None
+
+
+def test_reasoning_and_null_keys(tmp_path: Path) -> None:
+    thought = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2", "tool_calls": None, "name": None}
+    assert row(tmp_path, {"id": "a", "messages": [HELLO[0], thought]}).messages == [
+        HELLO[0],
+        {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"},
+    ]
+
+
+def test_tool_calls_may_be_a_json_text(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "f", "arguments": {"x": 1}}}]
+    message = {"role": "assistant", "content": None, "tool_calls": json.dumps(calls)}
+    assert (row(tmp_path, {"messages": [message]}).messages or [])[0]["tool_calls"] == calls
 
 
 def test_text_parts(tmp_path: Path) -> None:
@@ -190,7 +204,14 @@ def test_gzip(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "value": "x"}]}, "bad_messages"),
         ({"messages": [{"role": "user", "content": 5}]}, "bad_messages"),
         ({"messages": [{"role": "user", "content": None}]}, "bad_messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}, "bad_messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}, "multimodal"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "bad_messages"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "bad_messages"),
+        ({"messages": [{"role": "user", "content": "x\x00"}]}, "bad_text"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "x", "reasoning_content": 5}]}, "bad_messages"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": ["f"]}]}, "bad_messages"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "bad_messages"),
+        ({"messages": HELLO, "images": ["a.png"]}, "multimodal"),
         ({"input_ids": [1]}, "bad_ids"),
         ({"input_ids": "1", "loss_mask": [1]}, "bad_ids"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "bad_ids"),
@@ -202,6 +223,8 @@ def test_gzip(tmp_path: Path) -> None:
         ({"input_ids": [1], "loss_mask": [2]}, "bad_ids"),
         ({"input_ids": [1], "loss_mask": [True]}, "bad_ids"),
         ({"input_ids": [], "loss_mask": []}, "empty"),
+        ({"input_ids": [1], "loss_mask": [1]}, "too_short"),
+        ({"text": "a\x00b"}, "bad_text"),
         ({"text": "x", "tools": "[{"}, "bad_tools"),
         ({"text": "x", "tools": ["f"]}, "bad_tools"),
         ({"text": "x", "tools": {"name": "f"}}, "bad_tools"),
@@ -233,7 +256,7 @@ def test_duplicates(tmp_path: Path) -> None:
 
 
 def test_huge_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(jsonl_module, "MAX_LINE_BYTES", 100)
     fits = '{"id": "a", "text": "' + "x" * 77 + '"}'
     assert len(fits) == 100
     results = read(tmp_path, fits, '{"text": "' + "x" * 1000 + '"}', {"id": "b", "text": "x"}, "y" * 350)
@@ -272,7 +295,7 @@ def test_any_object_is_a_row_or_a_broken_row(tmp_path_factory: pytest.TempPathFa
 
 # --------------------------------------------------------------------------- the file
 def test_missing_file_and_directory_are_told_at_once(tmp_path: Path) -> None:
-    for path, fragment in ((tmp_path / "none.jsonl", "cannot be read"), (tmp_path, "not a file")):
+    for path, fragment in ((tmp_path / "none.jsonl", "cannot be read"), (tmp_path, "holds no data set")):
         with pytest.raises(UsageError, match=fragment) as caught:
             read_rows(path)  # without a single next()
         assert caught.value.exit_code == ExitCode.USAGE
@@ -288,12 +311,24 @@ def test_unreadable_file(tmp_path: Path) -> None:
         read_rows(path)
 
 
-@pytest.mark.parametrize("start", [b"PAR1....", b"ARROW1..", b"PK\x03\x04...", b"\x28\xb5\x2f\xfd..."])
-def test_other_formats_are_named(tmp_path: Path, start: bytes) -> None:
-    path = tmp_path / "x.bin"
-    path.write_bytes(start)
-    with pytest.raises(UsageError, match="only JSON lines"):
+@pytest.mark.parametrize(
+    ("name", "content", "fragment"),
+    [
+        ("x.zip", b"PK\x03\x04...", "zip file"),
+        ("x.json", b'[\n{"text": "x"}\n]', "one JSON list"),
+        ("x.parquet", b"PAR1....", "damaged"),
+        ("x.arrow", b"ARROW1..", "damaged"),
+        ("x.arrow", b"\xff\xff\xff\xff\x10", "damaged"),
+    ],
+)
+def test_other_formats_and_damaged_files_are_named_at_once(
+    tmp_path: Path, name: str, content: bytes, fragment: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=fragment) as caught:
         read_rows(path)
+    assert caught.value.next_step
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-12], lambda data: data[:40] + b"\0\0\0\0" + data[44:]])

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import ManifestLine, ManifestPiece, PieceRecord, Rid, ShardRecord, TokenRef, Writer
 from fleetdump.agent.jsonl import read_journal
 from fleetdump.agent.protocol import AgentFailure, FetchArgs, Request, ShardInfo, ShardsArgs
-from fleetdump.agent.shards import close_dead, fetch, finish_dead_writer, shards
+from fleetdump.agent.shards import Closing, close_dead, fetch, needed_of, shards
 from fleetdump.agent.shardwriter import NewPiece, ShardWriter, TokenShards
 from fleetdump.agent.tensorfile import ids_sha256
 from fleetdump.dataset.shards import ShardReader, verify_directory, verify_samples
@@ -200,12 +201,12 @@ def test_after_kill_9_every_journalled_piece_is_there(run: Path, after: float) -
         assert child.poll() is None
         time.sleep(0.01)
     time.sleep(after)
-    assert not finish_dead_writer(run, TAP), "the writer lives"
+    assert close_dead(run, needed_of([])) == Closing(), "the writer lives"
     child.send_signal(signal.SIGKILL)
     child.wait()
     before = [record for record in journal_of(run) if isinstance(record, PieceRecord)]
 
-    close_dead(run)
+    close_dead(run, needed_of([]))
 
     assert not list(run.glob("*.part"))
     result = verify_directory(run)
@@ -248,9 +249,9 @@ def test_finishing_may_itself_be_interrupted(run: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(shardwriter, step, die)
         with pytest.raises(Killed):
-            close_dead(run)
-    close_dead(run)
-    close_dead(run)
+            close_dead(run, needed_of([]))
+    close_dead(run, needed_of([]))
+    close_dead(run, needed_of([]))
     assert verify_directory(run).faults == []
     assert [record.kind for record in journal_of(run)] == ["piece"] * 3 + ["shard"]
 
@@ -259,7 +260,7 @@ def test_a_part_that_lost_its_end_keeps_the_pieces_that_are_whole(run: Path) -> 
     part = leave_part(run)
     size = part.stat().st_size
     os.truncate(part, size - 2 * 96 - 1)  # the unjournalled piece, the third piece and one byte of the second
-    close_dead(run)
+    close_dead(run, needed_of([]))
     with ShardReader(run / TAP.shard(0)) as reader:
         assert list(reader.tensors) == ["fleetdump/r1/s0/1:0"]
     assert [fault.what for fault in verify_directory(run).faults] == [
@@ -281,13 +282,46 @@ def test_a_living_writers_part_is_left_alone(run: Path) -> None:
         assert listed(run)[TAP.shard(0) + ".part"].open
 
 
-def test_a_broken_journal_is_a_failure_that_names_it(run: Path) -> None:
-    leave_part(run)
-    with open(run / TAP.journal, "ab") as file:
-        file.write(b"garbage\n")
-    with pytest.raises(AgentFailure) as failure:
-        listed(run)
-    assert TAP.journal in failure.value.error.why
+def spoil_journal(run: Path, how: str) -> None:
+    """Make the journal of ``TAP`` something that cannot be read."""
+    path = run / TAP.journal
+    if how == "garbage":
+        with open(path, "ab") as file:
+            file.write(b"garbage\n")
+        return
+    path.unlink()
+    if how == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to({"loop": path.name, "link": "foreign"}[how])
+
+
+@pytest.mark.parametrize("how", ["garbage", "directory", "loop", "link"])
+def test_a_broken_journal_is_one_finding_and_in_nobodys_way(run: Path, how: str) -> None:
+    part = leave_part(run)
+    before = part.read_bytes()
+    (run / "foreign").write_bytes(b"whole\ntorn")
+    tokens = TokenShards(run, DRIVER)
+    tokens.add(Rid("r1", "a", 1), [1, 2], [0, 1])
+    tokens.sync()
+    os.rename(run / DRIVER.journal, run / "kept")  # so that this writer looks dead, with its part open
+    shutil.copy(run / "kept", run / DRIVER.journal)
+    spoil_journal(run, how)
+    result = shards(ShardsArgs("r1", str(run.parent)), context(run))
+    (fault,) = result.faults
+    assert fault.startswith(f"{TAP.journal}: "), fault
+    names = {info.name for info in result.shards}
+    assert {part.name, DRIVER.shard(0)} <= names, "the other writer's shard was closed"
+    assert part.read_bytes() == before
+    assert (run / "foreign").read_bytes() == b"whole\ntorn", "nothing behind a link is cut"
+
+
+def test_a_part_that_ends_inside_its_header_is_one_finding(run: Path) -> None:
+    part = leave_part(run)
+    os.truncate(part, 100)
+    closing = close_dead(run, needed_of([]))
+    assert closing.findings == [f"{part.name}: ends inside its header"]
+    assert part.exists()
 
 
 # --------------------------------------------------------------------------- listing, fetching

@@ -20,7 +20,7 @@ import pytest
 
 from fleetdump.agent.formats import FileName, PieceRecord, ShardRecord, SkipRecord, Writer
 from fleetdump.agent.jsonl import open_journal, read_journal
-from fleetdump.agent.shards import close_dead
+from fleetdump.agent.shards import close_dead, needed_of
 from fleetdump.agent.tensorfile import ids_bytes, ids_sha256, read_header
 from fleetdump.dataset.shards import ShardReader, verify_directory
 
@@ -287,7 +287,7 @@ def test_after_kill_9_the_agent_closes_what_the_tap_left(config: Any, after: flo
     time.sleep(after)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    close_dead(directory(config))
+    close_dead(directory(config), needed_of([]))
     result = verify_directory(directory(config))
     assert result.faults == []
     assert result.pieces == sum(isinstance(record, PieceRecord) for record in journal(config))

@@ -15,7 +15,7 @@ from standin_tap import states_of
 from fleetdump.agent.driver import work
 from fleetdump.agent.loop import Timing
 from fleetdump.agent.server import load_record, save_record
-from fleetdump.agent.shards import close_dead
+from fleetdump.agent.shards import close_dead, needed_of
 from fleetdump.agent.share import Share
 from fleetdump.dataset.shards import ShardReader, verify_directory
 
@@ -76,7 +76,7 @@ def drive(host: StandIn, share: Share) -> None:
 
 def check_files(directory: Path, share: Share) -> None:
     """Torn shards are repaired, all files fit their journals, and each committed row is the one that was computed."""
-    close_dead(directory)
+    close_dead(directory, needed_of([]))
     assert not list(directory.glob("*.part"))
     assert verify_directory(directory).faults == []
     for line in manifest_of(share):

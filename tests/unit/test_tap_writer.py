@@ -17,7 +17,7 @@ import pytest
 from test_tap import ROWS, WRITER, a_piece, config, directory, journal, tapfiles, taprecords, wait_for
 
 from fleetdump.agent.formats import PieceRecord, ShardRecord, SkipRecord
-from fleetdump.agent.shards import close_dead
+from fleetdump.agent.shards import close_dead, needed_of
 from fleetdump.dataset.shards import verify_directory
 
 __all__ = ["config"]  # the fixture
@@ -188,7 +188,7 @@ def test_what_a_fault_of_the_disk_hits_is_skipped_and_writing_goes_on_after_it(
         writer.put([a_piece(number)])
         assert writer.drain(60)
     writer.stop()
-    close_dead(directory(config))
+    close_dead(directory(config), needed_of([]))
     assert verify_directory(directory(config)).faults == []
     written = {record.rid.split("/")[2] for record in journal(config) if isinstance(record, PieceRecord)}
     assert written >= {"s1", "s6", "s7", "s8"}

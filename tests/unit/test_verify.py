@@ -34,7 +34,7 @@ def host(tmp_path: Path) -> Iterator[StandIn]:
 @pytest.fixture
 def share(host: StandIn) -> Share:
     """A run of ten samples, done; its server lives."""
-    host.set_faults(chunk=50)
+    host.set_faults(chunk=50, idle_close=2.0)  # all in one shard
     host.start()
     share = host.share({f"c{n}": 20 + 30 * n for n in range(10)})
     lock = share.claim()
@@ -110,6 +110,102 @@ def test_a_part_that_samples_need_is_not_cut_because_its_journal_is_lost(
     assert (one.repaired, one.is_whole) == ([], False)
     assert any("its journal has lost pieces" in fault for fault in one.faults)
     assert part.read_bytes() == before
+
+
+def run_driver(host: StandIn, share: Share) -> None:
+    lock = share.claim()
+    assert lock is not None
+    with lock:
+        work(host.state, share, Timing(turn=0.01, settle=60, pause=0.1, probe=0.05))
+
+
+@pytest.mark.parametrize("lines", [None, 0, 3])
+def test_the_driver_that_closes_a_share_cuts_nothing_that_samples_need(
+    host: StandIn, share: Share, lines: int | None
+) -> None:
+    part = tear(host)
+    before = part.read_bytes()
+    (journal,) = part.parent.glob("journal-*-r0.jsonl")
+    if lines is None:
+        journal.unlink()
+    else:
+        keep_lines(journal, lines)
+    run_driver(host, share)
+    progress = share.progress()
+    assert progress.state == "failed", "and it does not wait for ever"
+    assert f"{part} is not closed: its journal has lost pieces" in progress.detail
+    assert part.read_bytes() == before
+
+
+def test_the_driver_closes_its_own_servers_shards_whatever_lies_beside_them(host: StandIn, share: Share) -> None:
+    part = tear(host)
+    (part.parent / "journal-other-00000077-r0.jsonl").write_bytes(b"garbage\n")
+    (part.parent / "shard-other-00000077-r0-0.safetensors.part").write_bytes(b"short")
+    run_driver(host, share)
+    assert share.progress().state == "done"
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("how", ["garbage", "directory", "loop"])
+def test_one_broken_journal_is_one_finding_and_the_rest_is_verified(host: StandIn, share: Share, how: str) -> None:
+    host.kill()
+    (journal,) = tap_shards(host)[0].parent.glob("journal-*-r0.jsonl")
+    if how == "garbage":
+        journal.write_bytes(journal.read_bytes()[:50] + b"\n")
+    else:
+        journal.unlink()
+        if how == "directory":
+            journal.mkdir()
+        else:
+            journal.symlink_to(journal.name)
+    for repair in (False, True):
+        one = verified(host, repair)
+        assert one.samples == 10
+        assert one.shards == 1, "the token shard"
+        about_journal, about_samples = one.faults
+        assert about_journal.startswith(f"{journal.name}: cannot be read")
+        assert "10 samples in it cannot be checked without its journal" in about_samples
+    assert tap_shards(host)[0].exists()
+
+
+def test_a_part_cut_inside_its_header_is_one_finding(host: StandIn, share: Share) -> None:
+    part = tear(host)
+    os.truncate(part, 100)
+    for repair in (False, True):
+        assert verified(host, repair).faults == [f"{part.name}: ends inside its header"]
+    assert part.exists()
+
+
+@pytest.mark.parametrize("how", ["deleted", "emptied", "cut", "deleted with the report"])
+def test_a_lost_manifest_is_no_run_without_samples(host: StandIn, share: Share, how: str) -> None:
+    text = share.manifest.read_bytes()
+    if how.startswith("deleted"):
+        share.manifest.unlink()
+    else:
+        share.manifest.write_bytes(b"".join(text.splitlines(keepends=True)[: 0 if how == "emptied" else 9]))
+    if how == "deleted with the report":
+        (share.root / "progress.json").unlink()
+    one = verified(host)
+    assert not one.is_whole
+    (fault,) = one.faults
+    assert fault.startswith(f"{share.manifest}: {'is gone' if how.startswith('deleted') else 'has '}")
+
+
+def test_a_lost_manifest_is_made_again_from_what_the_taps_wrote(host: StandIn, share: Share) -> None:
+    requests = len(host.requests())
+    share.manifest.unlink()
+    assert share.progress().state == "stopped", "so that extract starts a driver"
+    run_driver(host, share)
+    assert (len(manifest_of(share)), len(host.requests())) == (10, requests), "nothing is computed again"
+    assert verified(host).is_whole
+
+
+def test_a_line_that_cannot_be_read_is_one_finding(host: StandIn, share: Share) -> None:
+    lines = share.manifest.read_bytes().splitlines(keepends=True)
+    share.manifest.write_bytes(b"".join(lines[:4]) + b"x" * (len(lines[4]) - 1) + b"\n" + b"".join(lines[5:]))
+    one = verified(host)
+    assert one.samples == 9
+    assert "line 5: " in one.faults[0]
 
 
 def test_a_lost_token_shard_is_found(host: StandIn, share: Share) -> None:

@@ -1,0 +1,85 @@
+"""Verb ``withdraw``: a share gives samples away that it has not begun, so that another server can work on them.
+
+The share's driver decides which, since it knows what is in flight; where none lives, this process takes the claim and
+decides. Either way a sample may be given on only when it stands in withdrawn.jsonl, durable.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import List, Sequence, Set
+
+from fleetdump.agent.context import AgentContext
+from fleetdump.agent.formats import WithdrawnLine
+from fleetdump.agent.jsonl import append_lines, open_lines, read_lines, write_json
+from fleetdump.agent.protocol import AgentFailure, WithdrawArgs, WithdrawResult
+from fleetdump.agent.share import Share, valid_names
+
+ANSWER_SECONDS = 30.0
+POLL_SECONDS = 0.1
+
+
+@dataclass
+class WithdrawRequest:
+    """``withdraw.json``: give samples away, of about ``tokens`` together."""
+
+    tokens: int
+    v: int = 1
+
+
+def withdraw(args: WithdrawArgs, ctx: AgentContext) -> WithdrawResult:
+    """See ``WithdrawArgs``. ``AgentFailure`` timeout when a driver lives and does not answer; what it gives away later
+    is told by the next call."""
+    share = Share.of(ctx.state, args.run, args.share)
+    if not valid_names(args.run, args.share) or share.spec() is None:
+        raise AgentFailure("not_found", f"no share {args.share} in run {args.run} on this host")
+    if args.tokens > 0:
+        _ask(share, args.tokens)
+    return WithdrawResult(share.read_withdrawn())
+
+
+def give_away(share: Share, ids: Sequence[str]) -> None:
+    """Note that these samples are not the share's any more; the caller is, or stands for, its driver."""
+    if ids:
+        with open_lines(share.withdrawn) as file:
+            append_lines(file, [WithdrawnLine(sample, time.time()) for sample in ids])
+
+
+def _ask(share: Share, tokens: int) -> None:
+    write_json(share.request, WithdrawRequest(tokens))
+    give_up = time.monotonic() + ANSWER_SECONDS
+    while share.request.exists():
+        claim = share.claim()
+        if claim is not None:
+            with claim:
+                give_away(share, _not_begun(share, tokens))
+                share.request.unlink()
+            return
+        if time.monotonic() > give_up:
+            with suppress(FileNotFoundError):
+                share.request.unlink()
+            raise AgentFailure(
+                "timeout", f"the driver of {share.server} does not answer", str(share.log), next_step="try again later"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _not_begun(share: Share, tokens: int) -> List[str]:
+    """Samples of a share that no driver works on, of about ``tokens`` together. What was sent is left to the next
+    driver: its rows may be on the disk already."""
+    if not share.work.exists():
+        return []
+    begun = {line.id for line in share.read_attempts()} | _settled(share)
+    taken: List[str] = []
+    for sample, _ in share.scan_work():
+        if tokens > 0 and sample is not None and sample.id not in begun:
+            tokens -= sample.tokens
+            taken.append(sample.id)
+    return taken
+
+
+def _settled(share: Share) -> Set[str]:
+    files = (share.manifest, share.rejected, share.withdrawn)
+    return {line["id"] for path in files for line in read_lines(path)[0]}

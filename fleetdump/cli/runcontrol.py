@@ -1,0 +1,141 @@
+"""``fleetdump attach``, ``pause``, ``resume`` and ``cancel``: a run that is under way on the hosts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from fleetdump.agent.protocol import RunProgress
+from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
+from fleetdump.errors import ExitCode, UsageError
+from fleetdump.fleet import Host, fan_out
+from fleetdump.inventory import HostConfig
+from fleetdump.tasks.control import DEADLINE, order
+from fleetdump.tasks.control import attach as attach_to
+from fleetdump.tasks.extract import FOLLOW_SECONDS, require_run_name
+from fleetdump.views.console import err, out
+from fleetdump.views.progress import RunView
+
+run_option = click.option("--run", "run_name", required=True, metavar="NAME", help="Which run; `status` names them.")
+
+
+@click.command(short_help="Watch a run that is under way.")
+@run_option
+@fleet_options
+def attach(options: FleetOptions, run_name: str) -> None:
+    """Watch a run until it is done, and change nothing: any number of people may, from any machine with the inventory.
+    Ctrl-C ends the watching alone.
+
+    \b
+    Example:
+      fleetdump attach --run conversations
+    """
+    require_run_name(run_name)
+    sys.exit(watch(options, options.select(read_only=True), run_name))
+
+
+@click.command(short_help="Let the servers rest; nothing is lost.")
+@run_option
+@lock_wait_option
+@fleet_options
+def pause(options: FleetOptions, run_name: str) -> None:
+    """Have the drivers send nothing more: what is in flight ends and counts. It lasts, also over restarts, until
+    `resume`.
+
+    \b
+    Example:
+      fleetdump pause --run conversations --host @small
+    """
+    require_run_name(run_name)
+    sys.exit(give_order(options, options.select(read_only=False), run_name, "pause"))
+
+
+@click.command(short_help="Go on with a paused run.")
+@run_option
+@lock_wait_option
+@fleet_options
+def resume(options: FleetOptions, run_name: str) -> None:
+    """Take back a `pause`, and start drivers that died meanwhile.
+
+    \b
+    Example:
+      fleetdump resume --run conversations
+    """
+    require_run_name(run_name)
+    sys.exit(give_order(options, options.select(read_only=False), run_name, "resume"))
+
+
+@click.command(short_help="End a run; what is done stays.")
+@run_option
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@lock_wait_option
+@fleet_options
+def cancel(options: FleetOptions, run_name: str, yes: bool) -> None:
+    """End a run for good. Samples that are done stay and can be collected; the others are listed as rejected, with
+    `cancelled` as the reason.
+
+    \b
+    Example:
+      fleetdump cancel --run conversations
+    """
+    require_run_name(run_name)
+    if not yes:
+        click.confirm(f"Give up what is not done of run {run_name}? It cannot be resumed", abort=True, err=True)
+    sys.exit(give_order(options, options.select(read_only=False), run_name, "cancel"))
+
+
+def watch(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:
+    """Show the run as it goes until all of these hosts are done with it."""
+    with RunView() as view:
+        return _on_all(options, hosts, run_name, "attach", lambda host: attach_to(host, run_name, view.update))
+
+
+def give_order(options: FleetOptions, hosts: list[HostConfig], run_name: str, what: str) -> ExitCode:
+    """Leave an order with the drivers of these hosts."""
+    return _on_all(options, hosts, run_name, what, lambda host: order(host, run_name, what))
+
+
+def _on_all(
+    options: FleetOptions,
+    hosts: list[HostConfig],
+    run_name: str,
+    name: str,
+    function: Callable[[Host], list[RunProgress]],
+) -> ExitCode:
+    deadline = FOLLOW_SECONDS + 900 if name == "attach" else DEADLINE
+    report = Report(options, Verb(name, show_shares, code=code_of, deadline=deadline))
+    outcomes: dict[str, Any] = fan_out(
+        hosts,
+        function,
+        limit=options.jobs,
+        deadline=deadline + options.lock_wait,
+        options=options.connect_options(),
+        on_outcome=report.add,
+    )
+    code = report.close()
+    if code == ExitCode.OK and not any(outcome.value for outcome in outcomes.values()):
+        raise UsageError(
+            f"no host has run {run_name}", next_step="fleetdump status shows the runs of each host; correct --run"
+        )
+    if code == ExitCode.OK and name == "pause":
+        err.print(f"next: fleetdump resume --run {run_name}", markup=False)
+    return code
+
+
+def show_shares(host: str, shares: list[RunProgress]) -> None:
+    """A line a share, and what its tokeniser noted."""
+    for share in shares:
+        text = f"{host}/{share.server}: {share.state}, {share.done}/{share.samples} samples"
+        if share.rejected:
+            text += f", {share.rejected} rejected (their reasons: fleetdump collect)"
+        out.print(text + (f"; {share.detail}" if share.detail else ""), markup=False)
+        for note in share.notes:
+            out.print(f"  {note}", markup=False)
+
+
+def code_of(shares: list[RunProgress]) -> ExitCode:
+    """Failed when one of the shares is."""
+    return ExitCode.FAILED if any(share.state == "failed" for share in shares) else ExitCode.OK

@@ -1,0 +1,112 @@
+"""A share gives away what it has not begun: no sample is worked on by two, none by nobody."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from extraction import StandIn, kill_driver, manifest_of, wait_for
+
+from fleetdump.agent.context import AgentContext
+from fleetdump.agent.drive import order, start_driver
+from fleetdump.agent.protocol import AgentFailure, OrderArgs, Request, VerifyArgs, WithdrawArgs
+from fleetdump.agent.schedule import Sample, Schedule
+from fleetdump.agent.share import Share
+from fleetdump.agent.verify import verify
+from fleetdump.agent.withdraw import withdraw
+from fleetdump.ledger import Ledger, Planned
+
+SECONDS = 60.0
+SAMPLES = {f"c{n:02}": 20 for n in range(40)}
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[StandIn]:
+    standin = StandIn(tmp_path)
+    yield standin
+    standin.kill()
+    for path in (tmp_path / "state" / "runs").glob("*/*/driver.json"):
+        kill_driver(Share(path.parent))
+
+
+@pytest.fixture
+def share(host: StandIn) -> Share:
+    """A share of which a few samples are done, and a driver at work."""
+    host.set_faults(delay=0.2)
+    host.start()
+    share = host.share(SAMPLES, token_budget=40)
+    start_driver(host.state, share)
+    wait_for(lambda: len(manifest_of(share)) >= 4, SECONDS)
+    return share
+
+
+def context(host: StandIn) -> AgentContext:
+    return AgentContext(Request("x", {}, deadline=SECONDS), host.state, stdin=io.BytesIO(), stdout=io.BytesIO())
+
+
+def given(host: StandIn, tokens: int) -> list[str]:
+    return withdraw(WithdrawArgs("r1", "main", tokens), context(host)).ids
+
+
+@pytest.mark.parametrize("driver", ["living", "dead", "restarted"])
+def test_what_is_given_away_is_done_by_nobody_else_here(host: StandIn, share: Share, driver: str) -> None:
+    if driver == "dead":
+        kill_driver(share)
+    away = given(host, 200)
+    assert 9 <= len(away) <= 11, "about 200 tokens"
+    assert given(host, 0) == away, "asking gives nothing more away"
+    if driver != "living":
+        kill_driver(share)
+        start_driver(host.state, share)
+    host.set_faults(delay=0)
+    wait_for(lambda: share.progress().state == "done", SECONDS)
+    done = [line["id"] for line in manifest_of(share)]
+    assert sorted([*done, *away]) == sorted(SAMPLES)
+    assert not set(away) & {request[0] for request in host.requests()}
+    progress = share.progress()
+    assert (progress.samples, progress.tokens) == (len(done), 20 * len(done))
+    assert verify(VerifyArgs("r1"), context(host)).runs[0].is_whole
+
+
+def test_a_paused_share_gives_all_that_it_has_not_begun_and_is_done(host: StandIn, share: Share) -> None:
+    order(OrderArgs("r1", "pause"), context(host))
+    away = given(host, 1_000_000)
+    wait_for(lambda: share.progress().state == "done", SECONDS)
+    assert sorted([*away, *(line["id"] for line in manifest_of(share))]) == sorted(SAMPLES)
+    assert len(away) > 20
+
+
+def test_a_share_that_is_not_here_has_nothing_to_give(host: StandIn) -> None:
+    for args in (WithdrawArgs("r1", "main.2", 5), WithdrawArgs("r1", "../x", 5)):
+        with pytest.raises(AgentFailure) as caught:
+            withdraw(args, context(host))
+        assert caught.value.error.code == "not_found"
+
+
+def test_a_schedule_gives_every_other_sample_and_none_that_was_sent() -> None:
+    samples = [Sample(f"s{n}", 10 * n, 0) for n in range(1, 9)]
+    samples[7].attempt = 1
+    schedule = Schedule.of(samples, token_budget=1000)
+    assert [sample.id for sample in schedule.withdraw(90)] == ["s6", "s4"]
+    assert [sample.id for sample in schedule.waiting] == ["s1", "s2", "s3", "s5", "s7", "s8"]
+    assert [sample.id for sample in schedule.withdraw(10_000)] == ["s7", "s5", "s3", "s2", "s1"]
+    assert [sample.id for sample in schedule.waiting] == ["s8"]
+
+
+# --------------------------------------------------------------------------- on the controller
+def test_moved_samples_have_another_home_and_the_shares_stay_what_was_sent(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.plan([Planned(name, "d", "h1", "main", 10) for name in "abcd"], [("h1", "main", "s1")])
+        assert ledger.still_home(["d", "b", "z"], "h1", "main") == ["b", "d"]
+        ledger.move(["b", "d"], "h2", "main.1", "s2")
+        assert ledger.still_home(["d", "b", "a"], "h1", "main") == ["a"]
+        assert ledger.homes() == {
+            "a": ("h1", "main"),
+            "b": ("h2", "main.1"),
+            "c": ("h1", "main"),
+            "d": ("h2", "main.1"),
+        }
+        assert (ledger.share_sha256("h1", "main"), ledger.share_sha256("h2", "main.1")) == ("s1", "s2")
+        assert not ledger.was_submitted("h2", "main.1"), "so that it is sent, should the controller die now"
