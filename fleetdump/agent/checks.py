@@ -70,7 +70,7 @@ def _would_apply(args: PatchArgs, ctx: AgentContext) -> Finding:
     return Finding(
         "patch",
         "warning",
-        f"{text}; no test has run it on {plan.engine}",
+        f"{text}; {plan.doubts}",
         "the self-check of deploy decides; do not use --no-selfcheck",
     )
 

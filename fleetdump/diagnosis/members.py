@@ -19,6 +19,7 @@ FIRST_RANK_MARKS = frozenset({"scheduler ready"})
 """Marks that only rank 0 logs."""
 _TP = re.compile(r"TP(\d+)")
 _RANK_DIED = re.compile(r"Rank (\d+) scheduler")
+_SPAWNED = re.compile(r"multiprocessing[. ](?:spawn|forkserver)|--multiprocessing-fork")
 _PEER_LOST = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe")
 
 
@@ -84,7 +85,19 @@ class Members(Answers):
             return []
         present = {p.rank or 0 for p in self.schedulers}
         gone = [rank for rank in self.local_ranks if rank not in present]
+        if len(gone) <= len(self._unnamed):
+            gone = []
         return gone or self._lost_replicas
+
+    @cached_property
+    def _unnamed(self) -> list[ProcessFacts]:
+        """Children that have not yet called themselves anything, before the port opens: on a crowded host a rank does
+        that many seconds after another has logged its first line. They still show how Python starts a process, or, as
+        forks do, their parent's command line."""
+        started = [p for p in self.evidence.processes if p.pid != self.evidence.target.pid and p.state not in "ZX"]
+        spawned = [p for p in started if p.role == "other" and _SPAWNED.search(p.cmdline)]
+        forked = [p for p in started if p.role == "launcher"]
+        return [] if self.port_open else [*spawned, *forked]
 
     @property
     def _lost_replicas(self) -> list[int]:

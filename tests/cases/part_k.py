@@ -181,6 +181,24 @@ def a_rank_was_stopped_while_it_wrote_a_line() -> Evidence:
     return e
 
 
+@case("K33 not named yet", "look-alike of A1", first="BUSY_NOT_HUNG", never=HANGS | DEAD | {"UNKNOWN"})
+def one_rank_logs_while_the_other_still_imports() -> Evidence:
+    e = t.sglang(2, "init", ("init begin",), quiet=20.0, uptime=95.0)
+    e.log.ranks = e.log.ranks[1:]
+    p = t.rank(e, 0)
+    p.role, p.rank, p.label, p.name, p.main = "other", None, "", "python3", None
+    p.cmdline = "/opt/v/bin/python3 -B -c from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=20)"
+    p.cpu, p.rchar_delta = 0.2, 1 << 20
+    return e
+
+
+@case("K34 named and gone", "kind of A1", first="PARENT_WAITS_DEAD_RANK", never=HEALTHY, rank=0)
+def the_same_without_that_process() -> Evidence:
+    e = one_rank_logs_while_the_other_still_imports()
+    e.processes = [p for p in e.processes if p.role != "other"]
+    return e
+
+
 @case("K16 queue pair", "kind of D7", first="MISSING_RANK", never=HEALTHY | DEAD | {"P2P_BLOCKED"}, rank=3)
 def one_rank_never_comes_to_nccl() -> Evidence:
     e = t.sglang(4, "init", ("init begin",), quiet=500.0)

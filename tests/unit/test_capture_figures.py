@@ -40,6 +40,11 @@ def test_the_line_through_small_batches_has_a_batchs_cost_and_a_samples() -> Non
     assert sample == pytest.approx(4, rel=0.01)
 
 
+def test_what_batches_took_is_compared_with_what_they_may() -> None:
+    """Two batches, of 10 requests and of none: 250 + 50 us and 200 us are allowed."""
+    assert figures.share_of([[10, 100_000, 25_000], [0, 125_000]], 200.0, 5.0) == pytest.approx(250 / 450)
+
+
 def test_every_prompt_is_one_of_its_own_and_named() -> None:
     prompts = Prompts(vocabulary=50, length=6, group=3)
     bodies = [json.loads(prompts.body(OTHERS)) for _ in range(100)]
