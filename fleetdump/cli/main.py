@@ -50,6 +50,7 @@ def cli() -> None:
       fleetdump init gpu01 gpu02        write a commented inventory.yaml
       fleetdump check                   would it work? nothing is changed
       fleetdump deploy                  patch, launch, watch, self-check
+      fleetdump status, watch, logs     what runs; diagnose names the cause of a hang
       fleetdump plan --data d.jsonl     samples, tokens, disk and hours
       fleetdump extract --data d.jsonl  run a data set through the fleet
       fleetdump collect --data          bring manifests and shards home, verified
