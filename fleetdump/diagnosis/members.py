@@ -95,7 +95,7 @@ class Members(Answers):
         that many seconds after another has logged its first line. They still show how Python starts a process, or, as
         forks do, their parent's command line."""
         started = [p for p in self.evidence.processes if p.pid != self.evidence.target.pid and p.state not in "ZX"]
-        spawned = [p for p in started if p.role == "other" and _SPAWNED.search(p.cmdline)]
+        spawned = [p for p in started if p.role == "other" and (not p.cmdline or _SPAWNED.search(p.cmdline))]
         forked = [p for p in started if p.role == "launcher"]
         return [] if self.port_open else [*spawned, *forked]
 

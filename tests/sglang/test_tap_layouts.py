@@ -187,13 +187,13 @@ def test_every_layout_captures_what_transformers_computes(sglang_env: SglangEnv,
         assert list(by_stage(pieces)) == SLOTS.get(layout, [(0, 1, 2, 3)])
 
 
-CPU_OF_OLD = ("cuda-of-0.5.9",)
 LAYOUTS_OF_RELEASES = {
-    "0.5.9 pipeline": replace(LAYOUTS["pipeline"], shims=CPU_OF_OLD),  # these have no rids in the ForwardBatch
-    "0.5.9 attention": replace(LAYOUTS["attention"], shims=("data-parallel-attention", *CPU_OF_OLD)),
+    "0.5.9 pipeline": replace(LAYOUTS["pipeline"], shims=("pipeline-events",)),  # no rids in the ForwardBatch
     "0.5.23 pipeline": LAYOUTS["pipeline"],  # the stream is SGLang's own account, and may owe a sum
     "0.5.23 attention": LAYOUTS["attention"],
 }
+"""Data-parallel attention of 0.5.9 needs CUDA (pinned memory, a Triton kernel that copies rows): test_tap_real plays
+its forwards (``old_dp_attention``)."""
 
 
 @pytest.mark.nightly

@@ -5,8 +5,7 @@ First on the PYTHONPATH of the server. FLEETDUMP_TEST_SHIM says which, by comma:
 ``data-parallel-attention``: two methods that padding asks an attention backend for and that torch_native lacks.
 ``deferred-sums``: layers hand their MLP's output on unreduced, as they do where flashinfer fuses the all-reduce with
     the next norm. It sets what SGLang sets; the next layer then takes SGLang's own way without flashinfer.
-``cuda-of-0.5.9``: what 0.5.9 takes from CUDA whatever the device is, is the CPU's: the events of its pipeline, pinned
-    memory and a Triton kernel that copies rows for data-parallel attention.
+``pipeline-events``: the pipeline of 0.5.9 makes CUDA's events whatever the device is; it gets the CPU's.
 ``naive``: beside each captured stream, ``hidden_states + residual`` is computed as it stands, and the largest
     difference between the two over the largest value is appended to the file FLEETDUMP_TEST_NAIVE, a line each.
 """
@@ -32,33 +31,15 @@ def defer_sums(module):
 
 
 def events_of_the_cpu(module):
-    module.torch = with_other_parts(module.torch, cuda=module.torch.cpu)
-
-
-def pageable_memory(module):
-    real = module.torch.tensor
-    module.torch = with_other_parts(module.torch, tensor=lambda *args, pin_memory=False, **more: real(*args, **more))
-
-
-def copies_without_triton(module):
-    def copy_rows(target, source, _dim, offset, count, from_offset):
-        rows, start = int(count), int(offset)
-        if from_offset:
-            target[:rows] = source[start : start + rows]
-        else:
-            target[start : start + rows] = source[:rows]
-
-    module.memcpy_triton = copy_rows
-
-
-def with_other_parts(torch, **parts):
-    """torch as one module sees it."""
+    torch = module.torch
 
     class Torch:
-        def __getattr__(self, name):
-            return parts.get(name) or getattr(torch, name)
+        cuda = torch.cpu
 
-    return Torch()
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    module.torch = Torch()
 
 
 def record_naive(module):
@@ -84,9 +65,7 @@ def record_naive(module):
 SHIMS = {
     "sglang.srt.layers.attention.torch_native_backend": ("data-parallel-attention", lengths_of_padding),
     "sglang.srt.layers.communicator": ("deferred-sums", defer_sums),
-    "sglang.srt.managers.scheduler_pp_mixin": ("cuda-of-0.5.9", events_of_the_cpu),
-    "sglang.srt.model_executor.forward_batch_info": ("cuda-of-0.5.9", pageable_memory),
-    "sglang.srt.layers.dp_attention": ("cuda-of-0.5.9", copies_without_triton),
+    "sglang.srt.managers.scheduler_pp_mixin": ("pipeline-events", events_of_the_cpu),
     "fleetdump_tap": ("naive", record_naive),
 }
 # The recipe's own shim, loaded at every start of this interpreter, changes modules as they are imported.
