@@ -89,7 +89,11 @@ def _asked_for(server: ServerSpec, count: int) -> List[Finding]:
     if missing:
         text = f"server {server.name} wants GPUs {missing}, the host has {count}"
         return [Finding("gpus", "blocker", text, "correct `gpus` in the inventory")]
-    if server.ranks > (len(server.gpus) or count) and not is_on_cpu(server) and "--nnodes" not in server.args:
+    if (
+        server.ranks > (len(server.gpus) or count)
+        and not is_on_cpu(server)
+        and not option_value(server.args, ("--nnodes",))
+    ):
         text = f"server {server.name} has {server.ranks} ranks for {len(server.gpus) or count} GPUs"
         return [Finding("gpus", "blocker", text, "correct `tp`, `dp`, `pp` or `gpus` in the inventory")]
     return []
