@@ -53,7 +53,8 @@ class Answers:
     def port_taken(self) -> bool:
         """Somebody else listens on the server's port."""
         port = self.evidence.port
-        return port.open and not port.ours and (port.owner_pid > 0 or "port_in_use" in self.evidence.log.troubles)
+        own = port.ours or port.owner_pid in {self.evidence.target.pid, *(p.pid for p in self.evidence.processes)} - {0}
+        return port.open and not own and (port.owner_pid > 0 or "port_in_use" in self.evidence.log.troubles)
 
     def answer(self, prefix: str) -> HttpProbe | None:
         """The probe of ``/health`` or ``/model_info``."""

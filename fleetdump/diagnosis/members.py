@@ -85,12 +85,12 @@ class Members(Answers):
             return []
         present = {p.rank or 0 for p in self.schedulers}
         gone = [rank for rank in self.local_ranks if rank not in present]
-        if len(gone) <= len(self._unnamed):
+        if len(gone) <= len(self.unnamed):
             gone = []
         return gone or self._lost_replicas
 
     @cached_property
-    def _unnamed(self) -> list[ProcessFacts]:
+    def unnamed(self) -> list[ProcessFacts]:
         """Children that have not yet called themselves anything, before the port opens: on a crowded host a rank does
         that many seconds after another has logged its first line. They still show how Python starts a process, or, as
         forks do, their parent's command line."""

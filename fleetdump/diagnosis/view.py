@@ -168,6 +168,12 @@ class View(Members):
             for g in self.gpus
             if g.memory_delta >= GPU_MEMORY_RATE * seconds and self.phase == "weights"
         ]
+        if self.silence[0] < WORK_SECONDS and not self.schedulers:
+            found += [
+                f"process {p.pid}, not named yet, uses {p.cpu:.0%} of a core"
+                for p in self.unnamed
+                if p.cpu > BLOCKED_CPU
+            ]
         if self.silence[0] < WORK_SECONDS:
             found += [f"GPU {g.index} computes: {g.utilization} % at {g.power:.0f} W" for g in self.gpus_work]
         return found

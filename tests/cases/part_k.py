@@ -199,6 +199,15 @@ def the_same_without_that_process() -> Evidence:
     return e
 
 
+@case("K35 slow imports", "look-alike of A13", first="BUSY_NOT_HUNG", never=HANGS | DEAD | {"UNKNOWN", "IMPORT_STALL"})
+def children_import_for_a_minute_on_a_crowded_host() -> Evidence:
+    e = t.sglang(2, "imports", (), quiet=80.0, uptime=110.0)
+    e.log.ranks, e.processes = [], e.processes[:1]
+    command = "/opt/v/bin/python3 -B -c from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=20)"
+    e.processes += [t.child(32_000 + n, "other", "python3", "R", cpu=0.3, cmdline=command) for n in range(3)]
+    return e
+
+
 @case("K16 queue pair", "kind of D7", first="MISSING_RANK", never=HEALTHY | DEAD | {"P2P_BLOCKED"}, rank=3)
 def one_rank_never_comes_to_nccl() -> Evidence:
     e = t.sglang(4, "init", ("init begin",), quiet=500.0)
