@@ -5,6 +5,7 @@ from __future__ import annotations
 from cases import (
     part_a,
     part_b,
+    part_blind3,
     part_c,
     part_d,
     part_e,
@@ -28,6 +29,7 @@ from cases import (
 PARTS = (
     part_a,
     part_b,
+    part_blind3,
     part_c,
     part_d,
     part_e,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetdump.agent import checks
+from fleetdump.agent import checks_forward, checks_host
 from fleetdump.agent.forwardsize import Forward, judge, largest_forward, smaller
 from fleetdump.agent.protocol import ProbeArgs, ServerSpec
 
@@ -77,16 +77,16 @@ def test_check_reads_model_and_arguments(tmp_path: Path, args: list[str], levels
     (tmp_path / "config.json").write_text(json.dumps(config))
     server = ServerSpec("a", "python", str(tmp_path), 1, args=args)
     asked = ProbeArgs([server], capture_dir="/x", layers=[1], ring_bytes=GIB, device_bytes=300 << 20)
-    assert [finding.level for finding in checks.check_forward(server, asked).findings] == levels
+    assert [finding.level for finding in checks_forward.check_forward(server, asked).findings] == levels
 
 
 def test_a_model_that_cannot_be_read_is_left_to_its_own_check() -> None:
     server = ServerSpec("a", "python", "/nowhere", 1)
-    assert checks.check_forward(server, ProbeArgs([server], layers=[1], device_bytes=GIB)).findings == []
+    assert checks_forward.check_forward(server, ProbeArgs([server], layers=[1], device_bytes=GIB)).findings == []
 
 
 def test_every_stage_and_replica_has_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_memory", lambda: (1 << 40, 1 << 40))
+    monkeypatch.setattr(checks_host, "_memory", lambda: (1 << 40, 1 << 40))
     servers = [ServerSpec("a", "python", "m", 1, dp=2, pp=4), ServerSpec("b", "python", "m", 2)]
-    [finding] = checks.check_capture_memory(ProbeArgs(servers, ring_bytes=GIB, device_bytes=GIB)).findings
+    [finding] = checks_host.check_capture_memory(ProbeArgs(servers, ring_bytes=GIB, device_bytes=GIB)).findings
     assert "each of 9 writing processes" in finding.text

@@ -32,7 +32,7 @@ from fleetdump.tasks.clean import CleanPlan, clean
 from fleetdump.tasks.deploy import DeployPlan, deploy
 from fleetdump.tasks.patches import dry_run
 from fleetdump.tasks.revert import revert
-from fleetdump.tasks.server import Target, diagnose_host, logs, status, stop
+from fleetdump.tasks.server import LogView, Target, diagnose_host, logs, status, stop
 from tests.unit.engineinstall import Install, install, runnable, spec
 from tests.unit.manifests import manifest_line, text_of
 
@@ -119,7 +119,7 @@ def test_a_name_that_nobody_knows_is_wrong_usage(host: Host) -> None:
 
 
 def test_looking_at_a_server_that_was_never_launched_says_what_to_do(host: Host) -> None:
-    for look in (lambda: logs(host, "", 5, False, ignore), lambda: diagnose_host(host, Target(seconds=0.1))):
+    for look in (lambda: logs(host, LogView(lines=5), ignore), lambda: diagnose_host(host, Target(seconds=0.1))):
         with pytest.raises(FleetdumpError) as caught:
             look()
         assert "fleetdump deploy" in caught.value.next_step
@@ -128,7 +128,7 @@ def test_looking_at_a_server_that_was_never_launched_says_what_to_do(host: Host)
 def test_which_server_is_asked_when_there_are_several(host: Host, engine: Install) -> None:
     two = with_servers(host, server(engine, name="a"), server(engine, name="b"))
     with pytest.raises(UsageError, match="which server") as caught:
-        logs(two, "", 5, False, ignore)
+        logs(two, LogView(lines=5), ignore)
     assert "a, b" in caught.value.why
 
 
