@@ -237,9 +237,13 @@ class Ledger:
         )
 
     def move(self, ids: Sequence[str], host: str, share: str, sha256: str) -> None:
-        """These samples, which their share has given away, are now those of a new share."""
+        """These samples, which their share has given away, are now those of another share."""
         with self.transaction():
-            self._run("INSERT INTO shares(host, server, sha256) VALUES (?,?,?)", host, share, sha256)
+            self._run(
+                "INSERT INTO shares(host, server, sha256) VALUES (?,?,?) "
+                "ON CONFLICT(host, server) DO UPDATE SET sha256 = excluded.sha256",
+                *(host, share, sha256),
+            )
             self._db.executemany(
                 "UPDATE samples SET home_host = ?, home_server = ? WHERE id = ?", ((host, share, name) for name in ids)
             )

@@ -97,7 +97,10 @@ def check_shared(interpreter: Interpreter, servers: Sequence[ServerSpec], state:
     """Who else has the files that an in-place patch changes: other servers that run now, and other hosts."""
     if delivery != patching.IN_PLACE:
         return Checked([])
-    facts = engine.query(interpreter.python, env={**inherited_environment(), **interpreter.env})
+    try:
+        facts = engine.query(interpreter.python, env={**inherited_environment(), **interpreter.env})
+    except AgentFailure:
+        return Checked([])  # check_engine says it
     users = engine_users(facts)
     mine = {server.name for server in servers}
     ours = {record.pid: record.name for record in readable_records(state)[0] if living(record)}

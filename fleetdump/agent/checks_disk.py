@@ -46,10 +46,13 @@ def check_disk(args: ProbeArgs) -> Checked:
     if not writable:
         findings.append(Finding("disk", "blocker", f"{place} may not be written", "choose another capture.dir"))
     a_token = bytes_a_token(args)
-    need = max(args.tokens * a_token, LEAST_DISK)
-    wanted = f"about {_size(need)} are needed"
+    data = args.tokens * a_token
+    need = max(data, LEAST_DISK)
+    wanted = f"about {_size(data)} are needed" if data else f"{_size(LEAST_DISK)} are needed at least"
     if args.tokens:
-        wanted += f" for {args.tokens / 1e6:.2f} M tokens of {a_token} bytes" if a_token else " (no model to go by)"
+        wanted += f" for roughly {_tokens(args.tokens)} of {a_token} bytes" if a_token else " (no model to go by)"
+    if 0 < data < LEAST_DISK:
+        wanted += f", {_size(LEAST_DISK)} at least"
     free = f"{_size(facts.free_bytes)} free at {place} ({facts.fstype})"
     if facts.free_bytes < need:
         findings.append(Finding("disk", "blocker", f"{free}, {wanted}", "free space, or choose another capture.dir"))
@@ -107,7 +110,7 @@ def check_writes(args: ProbeArgs) -> Checked:
     text = f"{place} takes {rate / 1e6:.0f} MB/s with fsync"
     need = args.tokens * bytes_a_token(args)
     if need:
-        text += f": {_size(need)} take {_hours(need / rate)} at least"
+        text += f": {_size(need)} take {_time(need / rate)}"
     if rate >= SLOW_BYTES_A_SECOND:
         return Checked([Finding("writes", "ok", text)])
     return Checked([Finding("writes", "warning", text, "a local NVMe disk as capture.dir takes 1000 MB/s and more")])
@@ -157,5 +160,14 @@ def _size(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{max(1, round(seconds / 60))} min"
+def _tokens(count: int) -> str:
+    return f"{count / 1e6:.2f} M tokens" if count >= 1e6 else f"{count:,} tokens"
+
+
+def _time(seconds: float) -> str:
+    """The least that writing takes, in words."""
+    if seconds < 1:
+        return "less than a second"
+    if seconds < 90:
+        return f"{round(seconds)} s at least"
+    return f"{seconds / 3600:.1f} h at least" if seconds >= 3600 else f"{round(seconds / 60)} min at least"

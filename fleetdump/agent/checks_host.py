@@ -9,6 +9,7 @@ import shutil
 from typing import Sequence, Tuple
 
 from fleetdump.agent import procfs
+from fleetdump.agent.checks_gpu import is_on_cpu
 from fleetdump.agent.findings import GIB, KIB, Checked
 from fleetdump.agent.probes import host
 from fleetdump.agent.protocol import Finding, ProbeArgs, ServerSpec
@@ -30,13 +31,14 @@ def check_capture_memory(args: ProbeArgs) -> Checked:
     writers = sum(server.dp * server.pp for server in args.servers)
     if not writers:
         return Checked([])
-    ring, device = args.ring_bytes / GIB, args.device_bytes / GIB
-    text = (
-        f"capture takes at most {ring:.1f} GiB of pinned memory for each of {writers} writing processes, and "
-        f"{device:.1f} GiB of its GPU beside SGLang's pool"
-    )
+    on_cpu = all(is_on_cpu(server) for server in args.servers)
+    memory = args.ring_bytes + (args.device_bytes if on_cpu else 0)
+    kind = "" if on_cpu else "pinned "
+    text = f"capture takes at most {memory / GIB:.1f} GiB of {kind}memory for each of {writers} writing processes"
+    if not on_cpu:
+        text += f", and {args.device_bytes / GIB:.1f} GiB of its GPU beside SGLang's pool"
     free = _memory()[1]
-    if free < writers * args.ring_bytes + LOW_MEMORY:
+    if free < writers * memory + LOW_MEMORY:
         text += f"; {free / GIB:.1f} GiB of memory are available"
         return Checked([Finding("capture", "warning", text, "set a smaller capture.ring_bytes")])
     return Checked([Finding("capture", "ok", text)])

@@ -17,7 +17,10 @@ from fleetdump.agent.gate import capture_mismatch
 from fleetdump.agent.jsonl import fsync_directory
 from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import (
+    CANCEL,
+    FINISHED,
     ORDERS,
+    PAUSE,
     TOO_LONG,
     AgentFailure,
     FollowArgs,
@@ -30,9 +33,11 @@ from fleetdump.agent.protocol import (
     SubmitArgs,
 )
 from fleetdump.agent.server import PASSED, load_record
-from fleetdump.agent.share import FINISHED, Order, Share, ShareSpec, shares_of, valid_names
+from fleetdump.agent.share import Order, Share, ShareSpec, shares_of, valid_names
 
 START_SECONDS = 10.0
+GONE_SECONDS = 5.0
+"""A dead driver is not gone at once: another controller may start it again."""
 MIN_FREE_BYTES = 1 << 30
 """Less free space than this on the capture disk is not worth starting on."""
 
@@ -46,6 +51,7 @@ def submit(args: SubmitArgs, ctx: AgentContext) -> RunProgress:
     share = Share.of(ctx.state, args.run, args.server)
     known = share.spec()
     if known is None:
+        _refuse_cancelled(share)
         _check_server(args, ctx.state)
         _check_disk(args)
         ctx.state.share(args.run, args.server)
@@ -69,31 +75,44 @@ def submit(args: SubmitArgs, ctx: AgentContext) -> RunProgress:
 
 
 def order(args: OrderArgs, ctx: AgentContext) -> OrderResult:
-    """Leave an order for every share of the run that is not finished; a cancelled one cannot be resumed."""
+    """Leave an order for the run's shares on this host, those that come later too; a cancelled run cannot be resumed.
+    An order that cannot be read is replaced."""
     if args.order not in ORDERS:
         raise AgentFailure("usage", f"not an order: {args.order!r}", next_step=f"one of {', '.join(ORDERS)}")
     shares = _require_shares(ctx.state, args.run)
+    try:
+        before = shares[0].order()
+    except AgentFailure:
+        before = None
+    if before is None or before.order != CANCEL:
+        shares[0].give_order(None if args.order == "resume" else _order(args, ctx))
+    elif args.order == CANCEL and args.whole_run and not before.whole_run:
+        shares[0].give_order(_order(args, ctx))
     for share in shares:
-        before = share.order()
-        if share.progress().state in FINISHED or (before is not None and before.order == "cancel"):
-            continue
-        told = None if args.order == "resume" else Order(args.order, ctx.request.operator, time.time())
-        share.give_order(told)
-        if args.order != "pause":
+        if args.order != PAUSE and share.progress().state not in FINISHED:
             start_driver(ctx.state, share)
     return OrderResult([share.progress() for share in shares])
 
 
+def _order(args: OrderArgs, ctx: AgentContext) -> Order:
+    return Order(args.order, ctx.request.operator, time.time(), args.whole_run)
+
+
 def follow(args: FollowArgs, ctx: AgentContext) -> FollowResult:
-    """Stream the progress of every share of the run until all are finished or the deadline comes."""
+    """Stream the progress of every share of the run until all are finished or the deadline comes; one who only watches
+    is let go when no driver has lived for ``GONE_SECONDS``."""
     shares = _require_shares(ctx.state, args.run)
+    worked_on = time.monotonic()
     while True:
         states = [share.progress() for share in shares]
         for share, progress in zip(shares, states):
             if args.revive and progress.state == "stopped":
                 start_driver(ctx.state, share)
             ctx.emit("progress", progress=progress)
-        if all(progress.state in FINISHED for progress in states) or ctx.remaining() < 2 * args.interval:
+        if args.revive or any(progress.state not in (*FINISHED, "stopped") for progress in states):
+            worked_on = time.monotonic()
+        is_over = all(progress.state in FINISHED for progress in states)
+        if is_over or time.monotonic() - worked_on > GONE_SECONDS or ctx.remaining() < 2 * args.interval:
             return FollowResult(states)
         time.sleep(args.interval)
 
@@ -213,6 +232,18 @@ def _require_same_limits(known: ShareSpec, args: SubmitArgs) -> None:
                 why="its samples are tokenised already",
                 next_step=f"leave {flag} away to go on with it; for other samples use another --run name",
             )
+
+
+def _refuse_cancelled(share: Share) -> None:
+    """What is new to a cancelled run would be rejected at once, though another host could work on it."""
+    order = share.order()
+    if order is not None and order.order == CANCEL:
+        raise AgentFailure(
+            "conflict",
+            f"run {share.run} was cancelled on this host by {order.operator}",
+            where=str(share.order_file),
+            next_step="fleetdump collect brings what is done; use another --run name to compute more",
+        )
 
 
 def _check_server(args: SubmitArgs, state: State) -> None:

@@ -40,6 +40,8 @@ from fleetdump.agent.targets import find_target
 from fleetdump.agent.tools import brought
 
 HEALTHY_LIMIT = 9.0
+STATISTICS_SILENCE = 60.0
+"""Seconds in which vLLM would have written statistics six times."""
 PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy")
 AT_A_TIME = 4
 STACKS_OF = ("launcher", "scheduler", "engine")
@@ -107,8 +109,11 @@ def is_healthy(found: Evidence) -> bool:
 
 
 def is_starved(found: Evidence) -> bool:
-    """Whether the engine's own statistics say that requests get no tokens, whatever ``/health`` says."""
-    return found.log.zero_statistics > 1
+    """Whether the engine's own statistics say that requests get no tokens, whatever ``/health`` says: in lines of
+    zeros or, of vLLM, by their absence while requests run. (SGLang's last line counts requests that have ended since.)
+    """
+    silent = found.log.running_requests > 0 and found.log.quiet_seconds >= STATISTICS_SILENCE
+    return found.log.zero_statistics > 1 or (silent and any(p.name.startswith("VLLM::") for p in found.processes))
 
 
 # --------------------------------------------------------------------------- collecting
@@ -273,7 +278,8 @@ class Collector:
         if py_spy:
             dumps = [(f"py-spy {names[p.pid]}", _stack_probe(p, py_spy)) for p in chosen]
             found.stacks = [stack for stack in self._few_at_a_time(dumps, Stack(0, "", "", "")) if stack.pid]
-            if not (made_progress(found) or is_healthy(found)):  # it stops a rank for a second or more
+            # It stops a rank for a second or more.
+            if is_starved(found) or not (made_progress(found) or is_healthy(found)):
                 self._native(found, [p for p in chosen if p.role == "scheduler"], py_spy, names)
             found.stack_groups = stacks.group(found.stacks)
             found.native_groups = stacks.group(found.stacks, native=True)

@@ -12,7 +12,6 @@ from typing import Dict, List, Set, Tuple
 from fleetdump.agent import engine, flagrules, procfs
 from fleetdump.agent.arguments import added_arguments, merge_arguments, refuse_own_options
 from fleetdump.agent.configfile import config_arguments, config_path
-from fleetdump.agent.formats import SERVER_NAME
 from fleetdump.agent.neighbours import describe_port_owner
 from fleetdump.agent.patching import IMPORT_HOOK
 from fleetdump.agent.protocol import AgentFailure, Expectation, LaunchArgs, PatchSpec, ServerSpec, to_json
@@ -36,11 +35,9 @@ class LaunchPlan:
 
 
 def plan(args: LaunchArgs) -> LaunchPlan:
-    """Raises ``AgentFailure``: usage for a bad name or arguments that fields of the inventory stand for, conflict for
+    """Raises ``AgentFailure``: usage for arguments that fields of the inventory stand for, conflict for
     what the patch cannot be right with, and what ``engine.query`` raises."""
     spec = args.server
-    if not SERVER_NAME.match(spec.name):
-        raise AgentFailure("usage", f"{spec.name!r} is no server name", next_step="use letters, digits, '_' and '-'")
     refuse_own_options(spec.args)
     argv = [
         engine.find_python(spec.python),

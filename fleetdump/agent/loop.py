@@ -19,7 +19,8 @@ from fleetdump.agent.gate import Launch, Probe, probe
 from fleetdump.agent.generate import Reply, Threads, prefill
 from fleetdump.agent.journals import Captured, Journals, PieceFault, join
 from fleetdump.agent.jsonl import encode_line, open_lines, write_all
-from fleetdump.agent.records import read_advice
+from fleetdump.agent.protocol import CANCEL, PAUSE, AgentFailure
+from fleetdump.agent.records import in_words, read_advice
 from fleetdump.agent.reporter import Reporter
 from fleetdump.agent.schedule import DEATHS_TO_REJECT, Sample, Schedule, backoff
 from fleetdump.agent.shardwriter import DISK_FULL
@@ -320,18 +321,23 @@ class Loop:
         if now < self._next_order:
             return
         self._next_order = now + self.timing.probe
-        order = self.share.order()
-        paused = order is not None and order.order == "pause"
-        self.held = f"by {order.operator}; fleetdump resume goes on" if order is not None and paused else ""
-        if order is not None and order.order == "cancel":
-            for sample in self.open.values():
-                if self._lacks(sample.id):
-                    self._reject(sample, "cancelled", f"by {order.operator}")
-
+        self._obey()
         request = read_advice(WithdrawRequest, self.share.request)
         if request is not None:
             self._give_away(request.tokens)
             self.share.request.unlink()
+
+    def _obey(self) -> None:
+        try:
+            order = self.share.order()
+        except AgentFailure as failure:
+            self.held = in_words(failure)
+            return
+        self.held = f"by {order.operator}; fleetdump resume goes on" if order and order.order == PAUSE else ""
+        if order is not None and order.order == CANCEL:
+            for sample in self.open.values():
+                if self._lacks(sample.id):
+                    self._reject(sample, "cancelled", f"by {order.operator}")
 
     def _give_away(self, tokens: int) -> None:
         """Let another server have samples that were not begun. Only when they stand in withdrawn.jsonl it may."""

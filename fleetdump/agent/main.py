@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Dict, Iterator, NamedTuple
 from fleetdump.agent import audit, bundles, lease, protocol
 from fleetdump.agent.context import AgentContext, ControllerGone, State
 from fleetdump.agent.lock import host_lock
+from fleetdump.agent.names import require_names
 from fleetdump.agent.protocol import AgentError, AgentFailure, Request, from_json, to_json
 from fleetdump.agent.records import NOT_WRITABLE
 from fleetdump.agent.watchdog import Watchdog
@@ -54,8 +55,9 @@ VERB_TABLE: Dict[str, Verb] = {
     "burst": Verb(protocol.BurstArgs, "burst:burst"),
     "preview": Verb(protocol.PreviewArgs, "preview:preview"),
     "submit": Verb(protocol.SubmitArgs, "drive:submit", mutates=True),
-    "order": Verb(protocol.OrderArgs, "drive:order", mutates=True),
+    "order": Verb(protocol.OrderArgs, "drive:order", mutates=True, urgent=True),
     "withdraw": Verb(protocol.WithdrawArgs, "withdraw:withdraw"),
+    "held": Verb(protocol.HeldArgs, "withdraw:held"),
     "follow": Verb(protocol.FollowArgs, "drive:follow"),
     "manifest": Verb(protocol.ManifestArgs, "drive:manifest"),
     "verify": Verb(protocol.VerifyArgs, "verify:verify"),
@@ -110,6 +112,7 @@ def dispatch(ctx: AgentContext) -> Any:
         args: Any = from_json(verb.args, request.args)
     except protocol.ProtocolError as error:
         raise AgentFailure("usage", "the request does not fit", where=request.verb, why=str(error)) from error
+    require_names(args)
     module, _, function = verb.target.partition(":")
     call = getattr(importlib.import_module(f"fleetdump.agent.{module}"), function)
     if not verb.mutates:

@@ -99,6 +99,7 @@ class HostMonitor:
         self._disks: Dict[str, DiskWatch] = {}
         self._gpus = GpuWatch()
         self._told: Dict[str, Tuple[float, Dict[str, Any]]] = {}
+        self._told_empty = False
 
     def look(self) -> List[Vitals]:
         """Every server as it is now, by name."""
@@ -124,7 +125,11 @@ class HostMonitor:
         return known.look(record, disk, self._gpus)
 
     def tell(self, servers: List[Vitals]) -> None:
-        """An event for each server of which something has changed, with the fields that have."""
+        """An event for each server of which something has changed, with the fields that have; ``empty`` once there is
+        none."""
+        if not servers and not self._told_empty:
+            self._ctx.emit("empty")
+        self._told_empty = not servers
         now = time.monotonic()
         for one in servers:
             fields = to_json(one)

@@ -131,7 +131,9 @@ def read_state(
     except AgentFailure as failure:
         if failure.error.code != "not_found":
             raise
-        return PatchState("absent", detail=failure.error.what)
+        error = failure.error
+        where = f" ({error.where})" if error.where else ""
+        return PatchState("absent", detail=f"{error.what}{where}; next: {error.next_step}")
     if spec is None:
         return survey_of(facts).state
     spec, survey = _needed(facts, spec, models)

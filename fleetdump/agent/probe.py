@@ -15,6 +15,19 @@ from fleetdump.agent.probes.bounded import Probes
 from fleetdump.agent.protocol import Finding, ProbeArgs, ProbeResult, interpreters, models_of
 from fleetdump.agent.server import server_states
 
+WORDS = {
+    "engine": "the server's interpreter",
+    "shared": "who else runs this sglang",
+    "forward": "the size of the largest forward",
+    "capture": "the memory that capture takes",
+    "writes": "the disk's speed",
+    "shm": "shared memory",
+    "orphans": "what is left of earlier servers",
+    "tools": "the tools of a diagnosis",
+    "ptrace": "whether processes may be traced",
+}
+"""What a question is about, where its key does not say it."""
+
 
 class Question(NamedTuple):
     """One check and the seconds that it may take."""
@@ -30,7 +43,8 @@ def probe(args: ProbeArgs, ctx: AgentContext) -> ProbeResult:
     result.cpus = os.cpu_count() or 0
     result.findings.append(Finding("agent", "ok", f"agent runs on Python {result.agent_python}, {result.cpus} CPUs"))
     for checked in ask_all(questions_for(args, ctx), ctx):
-        result.findings += [finding for finding in checked.findings if finding not in result.findings]
+        told = {(one.level, one.text) for one in result.findings}  # by whichever question
+        result.findings += [finding for finding in checked.findings if (finding.level, finding.text) not in told]
         for name, value in checked.facts.items():
             setattr(result, name, value)
     result.servers = server_states(ctx.state)
@@ -79,6 +93,6 @@ def ask_all(questions: List[Question], ctx: AgentContext) -> List[Checked]:
         checked = probes.result(started)
         record = probes.records[-1]
         if not record.ok:
-            checked = Checked([Finding(key, "warning", f"{key} could not be checked: {record.detail}")])
+            checked = Checked([Finding(key, "warning", f"{WORDS.get(key, key)} could not be checked: {record.detail}")])
         answers.append(checked)
     return answers

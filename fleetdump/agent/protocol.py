@@ -1001,6 +1001,10 @@ class SubmitArgs:
     model_sha256: str = ""
 
 
+FINISHED = ("done", "failed")
+"""States of a share in which no driver is needed."""
+
+
 @dataclass
 class RunProgress:
     """State of one share; ``server`` is its name (``formats.SHARE_NAME``). ``state``: tokenising, running, paused,
@@ -1029,6 +1033,11 @@ class RunProgress:
     """For people: decoded supervised spans of the first samples, and warnings about the loss masks."""
     share_id: str = ""
     """Another one for each submit that made a share: its manifest is another file, even of the same run and server."""
+    order: str = ""
+    """What the run's drivers on this host were told: ``pause``, ``cancel``, or nothing. An order that cannot be read
+    counts as a ``pause`` of the whole run."""
+    whole_run: bool = False
+    """All hosts were told it (``OrderArgs``)."""
 
 
 @dataclass
@@ -1088,16 +1097,19 @@ class BurstResult:
     tokens_per_second: Dict[str, float]
 
 
-ORDERS = ("pause", "resume", "cancel")
+PAUSE, CANCEL = "pause", "cancel"
+ORDERS = (PAUSE, "resume", CANCEL)
 
 
 @dataclass
 class OrderArgs:
-    """Tell the drivers of a run on this host what to do. ``order``: ``pause`` (send nothing more until ``resume``), or
-    ``cancel`` (for good: what is not done is rejected as ``cancelled``)."""
+    """Tell the drivers of a run on this host what to do, those of shares that come later too. ``order``: ``pause``
+    (send nothing more until ``resume``), or ``cancel`` (for good: what is not done is rejected as ``cancelled``).
+    ``whole_run``: all hosts of the run are told; a pause of some hosts alone has them give their work away."""
 
     run: str
     order: str
+    whole_run: bool = True
 
 
 @dataclass
@@ -1109,7 +1121,8 @@ class OrderResult:
 
 @dataclass
 class WithdrawArgs:
-    """Have a share give samples away that it has not begun, of about ``tokens`` together; 0: none, only tell."""
+    """Have a share give samples away that it has not begun, of about ``tokens`` together; 0: none, only tell. A share
+    of a run that is paused as a whole, or cancelled, gives nothing."""
 
     run: str
     share: str
@@ -1124,9 +1137,25 @@ class WithdrawResult:
 
 
 @dataclass
+class HeldArgs:
+    """Ask which samples are a share's: those that it was given and has not given away."""
+
+    run: str
+    share: str
+
+
+@dataclass
+class HeldResult:
+    """The samples, done or not, and the identity of the share as it was submitted."""
+
+    ids: List[str]
+    share_sha256: str
+
+
+@dataclass
 class FollowArgs:
     """Stream ``progress`` events of a run on this host until every share is done or failed, or the deadline.
-    ``revive``: start dead drivers again."""
+    ``revive``: start dead drivers again; without it the stream ends too when nobody has started them for a while."""
 
     run: str
     interval: float = 1.0

@@ -41,15 +41,15 @@ def restart(args: RestartArgs, ctx: AgentContext) -> RestartResult:
     if record is None:
         raise AgentFailure("not_found", f"server {args.server} was never launched here", next_step=DEPLOY)
     members = living(record)
-    argv, env = _as_launched(record)
+    tap_config = ctx.state.server(record.name) / TAP_CONFIG
+    argv, env = _as_launched(record, tap_config)
     _check_port(record, [member.pid for member in members])
-    tap = _tap_settings(record, ctx) if record.capture_dir else None
+    tap = _tap_settings(record, tap_config) if record.capture_dir else None
     killed = bool(members) and end_server(record, ctx, args.grace).killed
-    fresh = _fresh(record)
+    fresh = _fresh(record, tap_config.with_name("server.log"))
     if tap is not None:
-        path = ctx.state.server(record.name) / TAP_CONFIG
-        with naming(path):
-            write_json(path, {**tap, "launch_id": fresh.launch_id})
+        with naming(tap_config):
+            write_json(tap_config, {**tap, "launch_id": fresh.launch_id})
     within = begin(fresh, argv, env, ctx)
     launched = LaunchResult(
         server_state(fresh),
@@ -64,8 +64,8 @@ def restart(args: RestartArgs, ctx: AgentContext) -> RestartResult:
     return RestartResult(launched, killed, fresh.patch, fresh.mark, fresh.ranks, bool(fresh.capture_dir))
 
 
-def _fresh(record: ServerRecord) -> ServerRecord:
-    """The record of the next launch of the same server."""
+def _fresh(record: ServerRecord, log: Path) -> ServerRecord:
+    """The record of the next launch of the same server, which writes to ``log``."""
     return replace(
         record,
         pid=0,
@@ -73,6 +73,7 @@ def _fresh(record: ServerRecord) -> ServerRecord:
         launch_id=secrets.token_hex(4),
         started_at=time.time(),
         boot=boot_id(),
+        log=str(log),
         phase="imports",
         ready=False,
         lines=0,
@@ -82,7 +83,7 @@ def _fresh(record: ServerRecord) -> ServerRecord:
     )
 
 
-def _as_launched(record: ServerRecord) -> Tuple[List[str], Dict[str, str]]:
+def _as_launched(record: ServerRecord, tap_config: Path) -> Tuple[List[str], Dict[str, str]]:
     if record.pid and record.boot == boot_id() and is_alive(record.pid, record.start_time):
         return _of_the_process(record)
     hidden = any(HIDDEN in arg for arg in record.argv)
@@ -99,7 +100,7 @@ def _as_launched(record: ServerRecord) -> Tuple[List[str], Dict[str, str]]:
         )
     env = {**inherited_environment(), **record.import_env}
     if record.capture_dir:
-        env["FLEETDUMP_TAP_CONFIG"] = str(Path(record.log).with_name(TAP_CONFIG))
+        env["FLEETDUMP_TAP_CONFIG"] = str(tap_config)
     return record.argv, env
 
 
@@ -131,8 +132,7 @@ def _check_port(record: ServerRecord, own: List[int]) -> None:
         )
 
 
-def _tap_settings(record: ServerRecord, ctx: AgentContext) -> Dict[str, object]:
-    path = ctx.state.server(record.name) / TAP_CONFIG
+def _tap_settings(record: ServerRecord, path: Path) -> Dict[str, object]:
     try:
         settings = json.loads(path.read_text())
         if os.path.isdir(record.capture_dir) and isinstance(settings, dict):

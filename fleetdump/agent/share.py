@@ -16,12 +16,10 @@ from fleetdump.agent.context import State
 from fleetdump.agent.formats import SELFCHECK_PREFIX, SHARE_NAME, AttemptLine, is_run_name, share_id
 from fleetdump.agent.jsonl import decode_record, read_lines, write_json
 from fleetdump.agent.procfs import is_alive, start_time
-from fleetdump.agent.protocol import TOO_LONG, AgentFailure, CaptureSpec, RunProgress
-from fleetdump.agent.records import in_words, naming, read_advice, read_record
+from fleetdump.agent.protocol import CANCEL, FINISHED, PAUSE, TOO_LONG, AgentFailure, CaptureSpec, RunProgress
+from fleetdump.agent.records import NOT_WRITABLE, broken, in_words, naming, read_advice, read_record
 from fleetdump.agent.schedule import Sample
 
-FINISHED = ("done", "failed")
-"""States of a share in which no driver is needed."""
 STOP_SECONDS = 5.0
 
 
@@ -67,11 +65,13 @@ class DriverRecord:
 
 @dataclass
 class Order:
-    """``order.json``: what ``fleetdump pause`` or ``cancel`` told the drivers of this share, and who did."""
+    """``order.json`` of a run: what ``fleetdump pause`` or ``cancel`` told its drivers on this host, and who did.
+    ``whole_run`` as in ``OrderArgs``."""
 
     order: str
     operator: str
     t: float
+    whole_run: bool = True
     v: int = 1
 
 
@@ -157,36 +157,70 @@ class Share:
         os.replace(temporary, self.root / "progress.json")
 
     def progress(self) -> RunProgress:
-        """The share's state as it is now: the driver's last word, and whether the driver lives; failed, with why,
-        when share.json cannot be read."""
-        fresh = RunProgress(self.run, self.server, "tokenising")
-        progress = read_advice(RunProgress, self.root / "progress.json") or fresh
+        """The share's state as it is now: the driver's last word, whether the driver lives, and what it was told;
+        failed, with why, when share.json cannot be read."""
+        told = read_advice(RunProgress, self.root / "progress.json")
+        progress = told or RunProgress(self.run, self.server, "tokenising")
         try:
             spec = self.spec()
             progress.share_id = spec.share_id if spec else ""
+            if told is None and spec is not None:
+                progress.samples = spec.rows
         except AgentFailure as failure:
             progress.state, progress.detail = "failed", in_words(failure)
         progress.driver_alive = self.driver_alive()
         if progress.state == "done" and self.manifest_size() < progress.manifest_bytes:
             progress.state, progress.detail = "stopped", f"{self.manifest} has lost lines: a driver makes them again"
         if not progress.driver_alive and progress.state not in FINISHED:
+            if progress.state != "stopped":
+                progress.detail = f"no driver lives: fleetdump resume --run {self.run}, or extract again, starts one"
             progress.state = "stopped"
             progress.tokens_per_second = progress.eta_seconds = 0.0
             progress.in_flight = 0
+        self._add_order(progress)
         return progress
 
+    def _add_order(self, progress: RunProgress) -> None:
+        try:
+            order = self.order()
+        except AgentFailure as failure:
+            progress.order, progress.whole_run = PAUSE, True
+            if progress.state not in FINISHED:
+                progress.detail = in_words(failure)
+        else:
+            progress.order = order.order if order is not None else ""
+            progress.whole_run = order is not None and order.whole_run
+
+    @property
+    def order_file(self) -> Path:
+        """Beside all shares of the run: one that comes later is told too."""
+        return self.root.parent / "order.json"
+
     def order(self) -> Optional[Order]:
-        """What drivers are told, None when nothing is: they work."""
-        return read_advice(Order, self.root / "order.json")
+        """What the run's drivers on this host are told, None when nothing is: they work. Raises ``AgentFailure`` when
+        it cannot be read: it said that something must not be done, so nothing may be until it is given anew."""
+        again = f"fleetdump pause, resume or cancel --run {self.run} writes it anew; until then nothing is sent"
+        order = read_record(Order, self.order_file, again)
+        if order is not None and order.order not in (PAUSE, CANCEL):
+            raise broken(self.order_file, f"no such order: {order.order!r}", again)
+        return order
 
     def give_order(self, order: Optional[Order]) -> None:
-        """Tell this share's drivers, now and later ones; None takes it back."""
-        path = self.root / "order.json"
+        """Tell the run's drivers on this host, now and later ones; None takes it back. A pause outlives a disk that
+        takes no more: an empty file, which says nothing, holds the drivers too."""
+        path = self.order_file
         with naming(path):
-            if order is not None:
+            if order is None:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+                return
+            try:
                 write_json(path, order)
-            elif path.exists():
-                path.unlink()
+            except OSError as error:
+                if order.order != PAUSE or error.errno not in NOT_WRITABLE:
+                    raise
+                with suppress(FileExistsError):
+                    path.touch(exist_ok=False)
 
     # ------------------------------------------------------------------ the one driver
     def claim(self) -> Optional[BinaryIO]:

@@ -112,14 +112,18 @@ def logs(args: LogsArgs, ctx: AgentContext) -> LogsResult:
 
 
 def _filter(args: LogsArgs, ctx: AgentContext) -> Optional[LineFilter]:
-    """None when every line is wanted. Raises ``AgentFailure`` usage for a phase that there is not."""
+    """None when every line is wanted. Raises ``AgentFailure`` usage for a phase or a rank that there is not."""
     if args.rank < 0 and not args.phase:
         return None
     if args.phase and args.phase not in PHASES:
         raise AgentFailure("usage", f"there is no phase {args.phase}", next_step=f"one of {', '.join(PHASES)}")
     records, _ = readable_records(ctx.state)
-    ranks = next((record.ranks for record in records if record.name == args.server), 1)
-    return LineFilter(args.rank, args.phase, ranks)
+    record = next((record for record in records if record.name == args.server), None)
+    if record is not None and args.rank >= record.ranks:
+        has = f"it has ranks 0 to {record.ranks - 1}" if record.ranks > 1 else "it has rank 0 alone"
+        what = f"server {args.server} has no rank {args.rank}"
+        raise AgentFailure("usage", what, why=has, next_step="give one of those as --rank")
+    return LineFilter(args.rank, args.phase, record.ranks if record else 1)
 
 
 def filtered(log: BinaryIO, lines: int, wanted: LineFilter) -> List[str]:
@@ -127,10 +131,13 @@ def filtered(log: BinaryIO, lines: int, wanted: LineFilter) -> List[str]:
     log.seek(0)
     kept: Deque[str] = deque(maxlen=lines)
     for raw in log:
-        line = raw.rstrip(b"\r\n").decode("utf-8", "replace")
-        if wanted.keeps(line):
-            kept.append(line)
+        kept.extend(line for line in _lines(raw) if wanted.keeps(line))
     return list(kept)
+
+
+def _lines(data: bytes) -> List[str]:
+    """Text in lines, each state of a progress bar (which ends with a carriage return) being one."""
+    return [line.decode("utf-8", "replace") for line in data.splitlines()]
 
 
 def count_lines(log: BinaryIO) -> int:
@@ -154,7 +161,7 @@ def tail(log: BinaryIO, lines: int) -> List[str]:
         start -= size
         log.seek(start)
         data = log.read(size) + data
-    return [line.decode("utf-8", "replace") for line in data.splitlines()[-lines:]]
+    return _lines(data)[-lines:]
 
 
 def follow(path: Path, ctx: AgentContext) -> Iterator[str]:
@@ -167,11 +174,10 @@ def follow(path: Path, ctx: AgentContext) -> Iterator[str]:
         while ctx.remaining() > 1.0:
             data = log.read(BLOCK)
             if data:
-                *whole, rest = (rest + data).split(b"\n")
-                yield from (line.decode("utf-8", "replace") for line in whole)
+                whole, newline, rest = (rest + data).rpartition(b"\n")
+                yield from _lines(whole + newline)
             elif _is_other_file(log, path):
-                if rest:
-                    yield rest.decode("utf-8", "replace")
+                yield from _lines(rest)
                 log.close()
                 log, rest = open(str(path), "rb"), b""  # noqa: SIM115
             else:

@@ -6,16 +6,17 @@ decides. Either way a sample may be given on only when it stands in withdrawn.js
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import List, Sequence, Set
+from typing import List, Sequence, Set, Tuple
 
-from fleetdump.agent.context import AgentContext
+from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import WithdrawnLine
 from fleetdump.agent.jsonl import append_lines, open_lines, read_lines, write_json
-from fleetdump.agent.protocol import AgentFailure, WithdrawArgs, WithdrawResult
-from fleetdump.agent.share import Share, valid_names
+from fleetdump.agent.protocol import CANCEL, PAUSE, AgentFailure, HeldArgs, HeldResult, WithdrawArgs, WithdrawResult
+from fleetdump.agent.share import Share, ShareSpec, valid_names
 
 ANSWER_SECONDS = 30.0
 POLL_SECONDS = 0.1
@@ -32,12 +33,33 @@ class WithdrawRequest:
 def withdraw(args: WithdrawArgs, ctx: AgentContext) -> WithdrawResult:
     """See ``WithdrawArgs``. ``AgentFailure`` timeout when a driver lives and does not answer; what it gives away later
     is told by the next call."""
-    share = Share.of(ctx.state, args.run, args.share)
-    if not valid_names(args.run, args.share) or share.spec() is None:
-        raise AgentFailure("not_found", f"no share {args.share} in run {args.run} on this host")
-    if args.tokens > 0:
+    share, _ = _known(ctx.state, args.run, args.share)
+    if args.tokens > 0 and _may_give(share):
         _ask(share, args.tokens)
     return WithdrawResult(share.read_withdrawn())
+
+
+def held(args: HeldArgs, ctx: AgentContext) -> HeldResult:
+    """See ``HeldArgs``."""
+    share, spec = _known(ctx.state, args.run, args.share)
+    away = set(share.read_withdrawn())
+    with open(share.rows, "rb") as file:
+        given = [json.loads(line)["id"] for line in file]
+    return HeldResult([sample for sample in given if sample not in away], spec.share_sha256)
+
+
+def _known(state: State, run: str, name: str) -> Tuple[Share, ShareSpec]:
+    share = Share.of(state, run, name)
+    spec = share.spec() if valid_names(run, name) else None
+    if spec is None:
+        raise AgentFailure("not_found", f"no share {name} in run {run} on this host")
+    return share, spec
+
+
+def _may_give(share: Share) -> bool:
+    """A run that is paused as a whole rests everywhere, and nobody shall have what is cancelled."""
+    progress = share.progress()
+    return not (progress.order == CANCEL or (progress.order == PAUSE and progress.whole_run))
 
 
 def give_away(share: Share, ids: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
+from fleetdump.agent.formats import SERVER_NAME
 from fleetdump.agent.protocol import to_json
 from fleetdump.errors import ExitCode, FleetdumpError, LockedError, UnreachableError, kind_of, worst
 from fleetdump.fleet import ConnectOptions, Host, Outcome, fan_out
@@ -21,6 +22,7 @@ from fleetdump.inventory import HostConfig, Inventory, load
 from fleetdump.tasks.rollout import ALL_AT_ONCE, Rollout
 from fleetdump.views.console import HostResult, err, print_error, print_json
 from fleetdump.views.hosts import show_alike, show_event, show_not_started, show_recap
+from fleetdump.views.progress import StartLines
 
 T = TypeVar("T")
 DEFAULT_INVENTORY = "inventory.yaml"
@@ -104,14 +106,34 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class Seconds(click.FloatRange):
-    """A finite number in a range: ``nan`` is in none, and click's own check lets it pass."""
+class FiniteRange(click.FloatRange):
+    """A number in a range: ``nan`` is in none, and click's own check lets it pass."""
+
+    noun = "a number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value} is not a number of seconds", param, ctx)
+            self.fail(f"{value} is not {self.noun}", param, ctx)
         return number
+
+
+class Seconds(FiniteRange):
+    """A number of seconds in a range."""
+
+    noun = "a number of seconds"
+
+
+class ServerName(click.types.StringParamType):
+    """What a server may be called; whether there is one of that name is for the host and its inventory entry."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if text and not SERVER_NAME.match(text):
+            self.fail(f"{text!r} is no server name: status and the inventory have the names", param, ctx)
+        return text
 
 
 lock_wait_option = click.option(
@@ -142,7 +164,17 @@ class Verb:
 
 def run(options: FleetOptions, verb: Verb, function: Callable[[Host], Any], rollout: Rollout = ALL_AT_ONCE) -> None:
     """Run ``function`` on every selected host, in the groups of ``rollout``, print each result as it comes, and exit
-    with the worst code."""
+    with the worst code. Ctrl-C ends what only looks without a word: nothing of it goes on."""
+    try:
+        code = _run(options, verb, function, rollout)
+    except KeyboardInterrupt:
+        if not verb.read_only:
+            raise
+        code = ExitCode.INTERRUPTED
+    sys.exit(code)
+
+
+def _run(options: FleetOptions, verb: Verb, function: Callable[[Host], Any], rollout: Rollout) -> ExitCode:
     report = Report(options, verb)
     groups = rollout.groups(options.select(verb.read_only))
     for number, group in enumerate(groups):
@@ -159,7 +191,7 @@ def run(options: FleetOptions, verb: Verb, function: Callable[[Host], Any], roll
             options=options.connect_options(),
             on_outcome=report.add,
         )
-    sys.exit(report.close())
+    return report.close()
 
 
 class Report:
@@ -216,8 +248,14 @@ class Report:
 
 
 def event_printer(host: str) -> Callable[[dict[str, Any]], None]:
-    """Prints the steps of one host as they happen, on stderr."""
-    return lambda event: show_event(host, event)
+    """Prints the steps of one host as they happen, on stderr, and signs of life of servers that start."""
+    starts = StartLines()
+
+    def show(event: dict[str, Any]) -> None:
+        starts.update(host, event)
+        show_event(host, event)
+
+    return show
 
 
 def _judge(verb: Verb, name: str, outcome: Outcome[Any]) -> tuple[HostResult, ExitCode]:

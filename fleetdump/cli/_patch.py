@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from fleetdump.agent.protocol import PatchSpec
 from fleetdump.patches import find_patch, load_patch
@@ -36,6 +37,8 @@ def patch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     @functools.wraps(command)
     def wrapper(*args: Any, patch: str, no_patch: bool, delivery: Delivery, **kwargs: Any) -> Any:
+        if no_patch and click.get_current_context().get_parameter_source("patch") != ParameterSource.DEFAULT:
+            raise click.UsageError("--patch and --no-patch exclude each other")
         spec = None if no_patch else load_patch(find_patch(patch))
         return command(*args, choice=PatchChoice(spec, delivery), **kwargs)
 

@@ -14,6 +14,7 @@ from fleetdump.fleet import Host, fan_out
 from fleetdump.inventory import HostConfig
 from fleetdump.tasks.extract import Target
 from fleetdump.tasks.plan import PREVIEW_DEADLINE, Limits, corrections, look, preview, require_usable
+from fleetdump.views.console import count, err
 from fleetdump.views.plan import show_preview
 
 LOOK_DEADLINE = 120.0
@@ -49,6 +50,7 @@ class Previewed:
 
 def look_at(options: FleetOptions, configs: Sequence[HostConfig]) -> Looked:
     """Ask every host; raises the first one's error when none can be planned with."""
+    err.print(f"looking at {count(len(configs), 'host')}", markup=False)
     looked = Looked()
     by_name = {config.name: config for config in configs}
     for name, (value, error) in ask(options, configs, look, LOOK_DEADLINE).items():
@@ -65,6 +67,7 @@ def preview_on(
     options: FleetOptions, config: HostConfig, data: DataSet, ids: Sequence[str], limits: Limits
 ) -> Previewed:
     """Have the host tokenise these rows, and show what it made of them; raises its error."""
+    err.print(f"tokenising {count(len(ids), 'row')} on {config.name}", markup=False)
     answers = ask(options, [config], lambda host: preview(host, data, ids, limits.truncate), PREVIEW_DEADLINE)
     value, error = answers[config.name]
     if error is not None:

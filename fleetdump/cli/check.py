@@ -56,4 +56,5 @@ def check(options: FleetOptions, choice: PatchChoice, data: Path | None) -> None
 
 def _tell(data: Path, size: DataSize) -> None:
     broken = f"; {size.broken} cannot be read (extract names them)" if size.broken else ""
-    err.print(f"{data}: {size.rows} rows, about {size.tokens / 1e6:.2f} M tokens{broken}", markup=False)
+    about = f"roughly {size.tokens:,} tokens by the length of their texts (fleetdump plan asks the tokenizer)"
+    err.print(f"{data}: {size.rows} rows, {about}{broken}", markup=False)

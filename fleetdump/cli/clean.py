@@ -10,11 +10,12 @@ from fleetdump.agent.protocol import CleanResult
 from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, lock_wait_option, run
 from fleetdump.tasks.clean import CleanPlan
 from fleetdump.tasks.clean import clean as clean_on
-from fleetdump.views.console import out, size
+from fleetdump.tasks.extract import require_run_name
+from fleetdump.views.console import count, out, size
 
 
 def _show(host: str, result: CleanResult, done: str) -> None:
-    out.print(f"{host}: {done} {len(result.removed)} item(s), {size(result.freed_bytes)}", markup=False)
+    out.print(f"{host}: {done} {count(len(result.removed), 'item')}, {size(result.freed_bytes)}", markup=False)
     for path in result.removed:
         out.print(f"  {path}", markup=False)
     for kept in result.kept:
@@ -43,6 +44,8 @@ def clean(options: FleetOptions, data: bool, discard: tuple[str, ...], dry_run: 
     """
     if discard and not data:
         raise click.UsageError("--discard is about shards: it goes with --data")
+    for name in discard:
+        require_run_name(name)
     plan = CleanPlan(data, discard, dry_run)
     done = "would remove" if dry_run else "removed"
     run(

@@ -23,14 +23,15 @@ from fleetdump.tasks.rollout import Rollout
 from fleetdump.tasks.steps import History
 from fleetdump.views.deploys import show_changes, show_host_diff, show_interrupted, show_works
 from fleetdump.views.hosts import show_deploy
-from fleetdump.views.progress import WeightLines
 
 NO_PATCH = "none"
 FORECAST_DEADLINE = 300.0
 
 
 def _fallbacks(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[PatchSpec | None, ...]:
-    names = [name.strip() for name in (value or "").split(",") if name.strip()]
+    names = [] if value is None else [name.strip() for name in value.split(",")]
+    if not all(names):
+        raise click.BadParameter(f"{value!r} leaves a patch without a name; {NO_PATCH} is SGLang as shipped")
     if NO_PATCH in names[:-1]:
         raise click.BadParameter(f"{NO_PATCH} can only be the last one: it needs no other after it")
     return tuple(None if name == NO_PATCH else load_patch(find_patch(name)) for name in names)
@@ -124,24 +125,22 @@ def _check(options: FleetOptions, plan: DeployPlan, with_diff: bool) -> None:
 
 def _deploy(options: FleetOptions, plan: DeployPlan, rollout: Rollout, history: History, with_diff: bool) -> None:
     deadline = HOLD_LIMIT * (1 + len(plan.fallbacks))
-    weights = WeightLines()
 
     def work(host: Host) -> DeployReport:
         name = host.config.name
-        report = deploy_or_fall_back(host, plan, _listener(name, history, weights, with_diff))
+        report = deploy_or_fall_back(host, plan, _listener(name, history, with_diff))
         history.of(name).ended = True
         return report
 
     run(options, Verb("deploy", show_deploy, show_works, DeployReport.exit_code, deadline=deadline), work, rollout)
 
 
-def _listener(host: str, history: History, weights: WeightLines, with_diff: bool) -> Callable[[dict[str, Any]], None]:
+def _listener(host: str, history: History, with_diff: bool) -> Callable[[dict[str, Any]], None]:
     """Notes and shows the steps of one host."""
     show = event_printer(host)
 
     def listen(event: dict[str, Any]) -> None:
         history.add(host, event)
-        weights.update(host, event)
         if event.get("event") == "diff" and with_diff:
             show_host_diff(host, str(event["text"]))
         show(event)

@@ -12,7 +12,7 @@ import click
 from fleetdump.agent.evidence_files import write_files
 from fleetdump.agent.evidence_types import EVIDENCE_VERSION, Evidence
 from fleetdump.agent.protocol import ProtocolError, from_json, to_json
-from fleetdump.cli._fleet import FleetOptions, Report, Seconds, Verb, fleet_options, run
+from fleetdump.cli._fleet import FleetOptions, Report, Seconds, ServerName, Verb, fleet_options, run
 from fleetdump.diagnosis import STALL
 from fleetdump.diagnosis import diagnose as decide
 from fleetdump.errors import ExitCode, UsageError
@@ -23,7 +23,7 @@ from fleetdump.views.verdicts import show_diagnoses, show_heard, show_markdown
 
 
 @click.command(short_help="Name the cause of a hang, from evidence.")
-@click.option("--server", default="", help="One of our servers; default: each server of the host.")
+@click.option("--server", type=ServerName(), default="", help="One of our servers; default: each server of the host.")
 @click.option("--port", type=click.IntRange(1, 65535), default=None, help="Any server that listens on this port.")
 @click.option("--pid", type=click.IntRange(1), default=None, help="Any server by its launcher's pid.")
 @click.option("--seconds", type=Seconds(1, 600), default=5.0, show_default=True, help="Between two samples.")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from fleetdump.agent.protocol import RunProgress
+from fleetdump.agent.protocol import FINISHED, RunProgress
 from fleetdump.cli._data import DataOptions, data_options
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
 from fleetdump.cli._preflight import look_at, preview_on
@@ -35,9 +35,10 @@ from fleetdump.tasks.extract import (
     targets_of,
 )
 from fleetdump.tasks.plan import Limits, estimate, require_deployed, require_fit, sample_of
-from fleetdump.tasks.rebalance import FINISHED, Balancer, serves
+from fleetdump.tasks.rebalance import Balancer, serves
 from fleetdump.tasks.rejected import write_rejected
 from fleetdump.tasks.runlock import CONTROLLER, sole
+from fleetdump.tasks.survey import is_cancelled, require_not_cancelled, survey
 from fleetdump.views.console import err
 from fleetdump.views.progress import RunView
 
@@ -128,16 +129,19 @@ def _drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: R
     with Ledger(runs_file(runs_dir, run_name)) as ledger:
         plan = open_run(ledger, run_name, rows, targets)
         write_rejected(ledger, runs_dir / run_name)
+        knows_all = _look_around(options, hosts, run_name, ledger)
         _announce(plan)
         with_shares = {host for host, _ in plan.shares}
-        balancer = Balancer(run_name, ledger, lambda ids: Share(rows.lines(ids)), with_shares)
+        balancer = Balancer(run_name, ledger, lambda ids: Share(rows.lines(ids)), with_shares, knows_all)
         # A host without a share joins the run, when somebody watches: it takes over from the others.
         taking_part = [host for host in hosts if host.name in with_shares or (host.servers and not run.detach)]
 
         def ended(name: str, outcome: Outcome[list[RunProgress]]) -> None:
             balancer.forget(name)
+            final.extend(outcome.value or [])
             report.add(name, outcome)
 
+        final: list[RunProgress] = []
         report = Report(options, Verb("extract", show_shares, code=code_of, deadline=FOLLOW_SECONDS))
         with RunView() as view:
             fan_out(
@@ -149,10 +153,22 @@ def _drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: R
                 on_outcome=ended,
             )
     code = report.close()
-    if code == ExitCode.OK:
+    if any(is_cancelled(share) for share in final):
+        err.print(f"run {run_name} was cancelled; next: fleetdump collect --data, for what is done", markup=False)
+    elif code == ExitCode.OK:
         next_step = "give the same command without --detach to watch it" if run.detach else "fleetdump collect --data"
         err.print(f"run {run_name} {'is under way' if run.detach else 'is done'}; next: {next_step}", markup=False)
     return code
+
+
+def _look_around(options: FleetOptions, hosts: list[HostConfig], run_name: str, ledger: Ledger) -> bool:
+    """Learn what the hosts know of the run and we do not; whether all of them have told. Raises ``UsageError`` for a
+    cancelled run. A host that cannot be asked is reported with its share."""
+    outcomes = fan_out(
+        hosts, lambda host: survey(host, run_name, ledger), limit=options.jobs, options=options.connect_options()
+    )
+    require_not_cancelled(run_name, {name: outcome.value or [] for name, outcome in outcomes.items()})
+    return all(outcome.error is None for outcome in outcomes.values())
 
 
 def _after_interrupt(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:
@@ -183,6 +199,8 @@ def _attached(
 
         try:
             states = submit(host, plan, settings, balancer.ledger)
+            for share in states:
+                note(host.config.name, share)  # a share that is done already is never followed
             more = balancer.reclaim(host, list(plan.of_host(host.config.name))) if plan.resumed else None
             while True:
                 if more is not None:

@@ -35,3 +35,4 @@ def init(hosts: tuple[str, ...], output: Path, force: bool) -> None:
     except OSError as error:
         raise UsageError(f"cannot write {output}", why=str(error)) from error
     err.print(f"wrote {output}: set python, model_path and capture, then run fleetdump check", markup=False)
+    err.print("unknown host keys are refused: pin them as host_key there, or add --accept-new the first time")

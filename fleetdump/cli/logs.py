@@ -7,7 +7,7 @@ from dataclasses import replace
 import click
 
 from fleetdump.agent.protocol import PHASES, LogsResult
-from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, run
+from fleetdump.cli._fleet import FleetOptions, ServerName, Verb, fleet_options, run
 from fleetdump.fleet.fanout import MAX_THREADS
 from fleetdump.tasks.server import FOLLOW_LIMIT, LogView
 from fleetdump.tasks.server import logs as logs_of
@@ -15,7 +15,7 @@ from fleetdump.views.console import out
 
 
 @click.command(short_help="Last lines of a server's log; -f follows.")
-@click.option("--server", default="", help="Server name; may be left out where the host has one.")
+@click.option("--server", type=ServerName(), default="", help="Server name; may be left out where the host has one.")
 @click.option("-n", "--lines", type=click.IntRange(0, 100_000), default=50, show_default=True)
 @click.option("-f", "--follow", is_flag=True, help="Go on with new lines until Ctrl-C.")
 @click.option("--rank", type=click.IntRange(0), default=None, help="Only lines of this tensor-parallel rank.")

@@ -58,8 +58,8 @@ def cli() -> None:
       fleetdump patches                 what can be patched, and a dry run of your own
 
     \b
-    Exit codes: 0 all well, 1 some hosts failed, 2 wrong usage or inventory, 3 some unreachable,
-    4 a stall was diagnosed, 5 locked, 130 interrupted.
+    Exit codes: 0 all well, 1 some hosts failed or a server is dead, 2 wrong usage or inventory,
+    3 some unreachable, 4 a living server stalls, 5 locked, 130 interrupted.
     """
 
 

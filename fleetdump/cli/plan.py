@@ -9,7 +9,7 @@ import click
 
 from fleetdump.agent.protocol import to_json
 from fleetdump.cli._data import DataOptions, data_options
-from fleetdump.cli._fleet import FleetOptions, fleet_options
+from fleetdump.cli._fleet import FiniteRange, FleetOptions, fleet_options
 from fleetdump.cli._preflight import Looked, Previewed, ask, look_at, preview_on
 from fleetdump.errors import worst
 from fleetdump.tasks.extract import Target
@@ -31,9 +31,7 @@ from fleetdump.views.plan import show_estimate, warnings
 @click.option(
     "--sample", "sample_rows", type=click.IntRange(1), default=SAMPLE_ROWS, show_default=True, help="Rows to tokenise."
 )
-@click.option(
-    "--tokens-per-second", type=click.FloatRange(min=0, min_open=True), help="Of each server, as you know it."
-)
+@click.option("--tokens-per-second", type=FiniteRange(min=0.001), help="Of each server, as you know it.")
 @click.option(
     "--measure", "measured", is_flag=True, help="Measure it: a burst of some seconds on the deployed servers."
 )

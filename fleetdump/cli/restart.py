@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, lock_wait_option, run
+from fleetdump.cli._fleet import FleetOptions, ServerName, Verb, event_printer, fleet_options, lock_wait_option, run
 from fleetdump.tasks.restart import Restarted, exit_code
 from fleetdump.tasks.restart import restart as restart_on
 from fleetdump.tasks.starting import WATCH_LIMIT
@@ -31,10 +31,17 @@ def _show(host: str, servers: list[Restarted]) -> None:
             out.print(f"  | {quoted(line)}")
     if not servers:
         out.print(f"[bold]{quoted(host)}[/]  nothing of ours was launched here")
+        out.print("  next: fleetdump deploy launches the servers of the inventory")
 
 
 @click.command(short_help="Stop servers and launch them again as they were.")
-@click.option("--server", "servers", multiple=True, help="Only this server; may be repeated. Default: all of ours.")
+@click.option(
+    "--server",
+    "servers",
+    type=ServerName(),
+    multiple=True,
+    help="Only this server; may be repeated. Default: all of ours.",
+)
 @click.option("--no-selfcheck", is_flag=True, help="Do not send the few prompts that prove the captured numbers.")
 @lock_wait_option
 @fleet_options

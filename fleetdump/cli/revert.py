@@ -7,13 +7,13 @@ import click
 from fleetdump.agent.protocol import RevertResult
 from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, lock_wait_option, run
 from fleetdump.tasks.revert import revert as revert_on
-from fleetdump.views.console import out
+from fleetdump.views.console import count, out
 
 
 def _show(host: str, results: list[RevertResult]) -> None:
     for result in results:
         if result.changed:
-            text = f"reverted; {len(result.verified)} file(s) are byte for byte the original"
+            text = f"reverted, byte for byte: {count(len(result.verified), 'file')}"
         else:
             text = f"nothing to revert ({result.after.state})"
         out.print(f"{host}: {text}", markup=False)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import click
 
-from fleetdump.agent.protocol import RunProgress
+from fleetdump.agent.protocol import CANCEL, FINISHED, RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
 from fleetdump.errors import ExitCode, UsageError
-from fleetdump.fleet import Host, fan_out
+from fleetdump.fleet import Host, Outcome, fan_out
 from fleetdump.inventory import HostConfig
 from fleetdump.tasks.control import DEADLINE, order
 from fleetdump.tasks.control import attach as attach_to
@@ -43,14 +42,16 @@ def attach(options: FleetOptions, run_name: str) -> None:
 @fleet_options
 def pause(options: FleetOptions, run_name: str) -> None:
     """Have the drivers send nothing more: what is in flight ends and counts. It lasts, also over restarts, until
-    `resume`.
+    `resume`. A whole run that is paused keeps its work where it is; hosts that are chosen with --host or --exclude are
+    to leave: an `extract` that watches gives what they have not begun to the others.
 
     \b
-    Example:
+    Examples:
+      fleetdump pause --run conversations
       fleetdump pause --run conversations --host @small
     """
     require_run_name(run_name)
-    sys.exit(give_order(options, options.select(read_only=False), run_name, "pause"))
+    sys.exit(give_order(options, options.select(read_only=False), run_name, "pause", _all_are_meant(options)))
 
 
 @click.command(short_help="Go on with a paused run.")
@@ -65,7 +66,7 @@ def resume(options: FleetOptions, run_name: str) -> None:
       fleetdump resume --run conversations
     """
     require_run_name(run_name)
-    sys.exit(give_order(options, options.select(read_only=False), run_name, "resume"))
+    sys.exit(give_order(options, options.select(read_only=False), run_name, "resume", _all_are_meant(options)))
 
 
 @click.command(short_help="End a run; what is done stays.")
@@ -84,51 +85,77 @@ def cancel(options: FleetOptions, run_name: str, yes: bool) -> None:
     require_run_name(run_name)
     if not yes:
         click.confirm(f"Give up what is not done of run {run_name}? It cannot be resumed", abort=True, err=True)
-    sys.exit(give_order(options, options.select(read_only=False), run_name, "cancel"))
+    sys.exit(give_order(options, options.select(read_only=False), run_name, "cancel", _all_are_meant(options)))
+
+
+def _all_are_meant(options: FleetOptions) -> bool:
+    return not (options.host or options.exclude)
 
 
 def watch(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:
-    """Show the run as it goes until all of these hosts are done with it."""
+    """Show the run as it goes until all of these hosts are done with it, or nobody works on it any more."""
+    verb = Verb("attach", show_shares, code=_watched, deadline=FOLLOW_SECONDS + 900)
     with RunView() as view:
-        return _on_all(options, hosts, run_name, "attach", lambda host: attach_to(host, run_name, view.update))
+        code, _ = _on_all(options, hosts, run_name, verb, lambda host: attach_to(host, run_name, view.update))
+    return code
 
 
-def give_order(options: FleetOptions, hosts: list[HostConfig], run_name: str, what: str) -> ExitCode:
-    """Leave an order with the drivers of these hosts."""
-    return _on_all(options, hosts, run_name, what, lambda host: order(host, run_name, what))
+def give_order(
+    options: FleetOptions, hosts: list[HostConfig], run_name: str, what: str, whole_run: bool = True
+) -> ExitCode:
+    """Leave an order with the drivers of these hosts; ``whole_run`` as in ``OrderArgs``."""
+    verb = Verb(what, lambda host, shares: _show_ordered(what, host, shares), code=code_of, deadline=DEADLINE)
+    code, shares = _on_all(
+        options, hosts, run_name, verb, lambda host: order(host, run_name, what, whole_run=whole_run)
+    )
+    if code == ExitCode.OK and all(share.state in FINISHED for share in shares):
+        err.print(f"all of run {run_name} is done; next: fleetdump collect --run {run_name} --data", markup=False)
+    elif code == ExitCode.OK and what == "pause":
+        err.print(f"next: fleetdump resume --run {run_name}", markup=False)
+    return code
 
 
 def _on_all(
     options: FleetOptions,
     hosts: list[HostConfig],
     run_name: str,
-    name: str,
+    verb: Verb,
     function: Callable[[Host], list[RunProgress]],
-) -> ExitCode:
-    deadline = FOLLOW_SECONDS + 900 if name == "attach" else DEADLINE
-    report = Report(options, Verb(name, show_shares, code=code_of, deadline=deadline))
-    outcomes: dict[str, Any] = fan_out(
+) -> tuple[ExitCode, list[RunProgress]]:
+    """The exit code, and the shares of the hosts that answered."""
+    report = Report(options, verb)
+    outcomes: dict[str, Outcome[list[RunProgress]]] = fan_out(
         hosts,
         function,
         limit=options.jobs,
-        deadline=deadline + options.lock_wait,
+        deadline=verb.deadline + options.lock_wait,
         options=options.connect_options(),
         on_outcome=report.add,
     )
     code = report.close()
-    if code == ExitCode.OK and not any(outcome.value for outcome in outcomes.values()):
+    shares = [share for outcome in outcomes.values() for share in outcome.value or []]
+    if code == ExitCode.OK and not shares:
         raise UsageError(
             f"no host has run {run_name}", next_step="fleetdump status shows the runs of each host; correct --run"
         )
-    if code == ExitCode.OK and name == "pause":
-        err.print(f"next: fleetdump resume --run {run_name}", markup=False)
-    return code
+    return code, shares
+
+
+def _show_ordered(what: str, host: str, shares: list[RunProgress]) -> None:
+    """A line a share: its driver obeys within a second, so its state says nothing of that yet."""
+    for share in shares:
+        is_over = share.state in FINISHED
+        text = f"{host}/{share.server}: {f'already {share.state}' if is_over else f'{what} ordered'}"
+        text += f", {share.done}/{share.samples} samples"
+        told = share.detail if share.state in ("stopped", "failed") else ""
+        out.print(text + (f"; {told}" if told else ""), markup=False)
 
 
 def show_shares(host: str, shares: list[RunProgress]) -> None:
     """A line a share, and what its tokeniser noted."""
     for share in shares:
-        text = f"{host}/{share.server}: {share.state}, {share.done}/{share.samples} samples"
+        state = "cancelled" if share.state == "done" and share.order == CANCEL and share.rejected else share.state
+        text = f"{host}/{share.server}: {state}, {share.done}/{share.samples} samples"
         if share.rejected:
             text += f", {share.rejected} rejected (their reasons: fleetdump collect)"
         out.print(text + (f"; {share.detail}" if share.detail else ""), markup=False)
@@ -139,3 +166,8 @@ def show_shares(host: str, shares: list[RunProgress]) -> None:
 def code_of(shares: list[RunProgress]) -> ExitCode:
     """Failed when one of the shares is."""
     return ExitCode.FAILED if any(share.state == "failed" for share in shares) else ExitCode.OK
+
+
+def _watched(shares: list[RunProgress]) -> ExitCode:
+    """Failed, too, when nobody works on one of the shares any more."""
+    return ExitCode.FAILED if any(share.state == "stopped" for share in shares) else code_of(shares)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import click
 
-from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, run
+from fleetdump.cli._fleet import FleetOptions, ServerName, Verb, event_printer, fleet_options, run
 from fleetdump.tasks.selfcheck import DEADLINE, exit_code
 from fleetdump.tasks.selfcheck import selfcheck as check_servers
 from fleetdump.views.selfcheck import show_checks
 
 
 @click.command(short_help="Prove with a few prompts that what is captured is right.")
-@click.option("--server", "servers", multiple=True, help="Only this server; may be repeated. Default: all of the host.")
+@click.option(
+    "--server",
+    "servers",
+    type=ServerName(),
+    multiple=True,
+    help="Only this server; may be repeated. Default: all of the host.",
+)
 @fleet_options
 def selfcheck(options: FleetOptions, servers: tuple[str, ...]) -> None:
     """Send a few prompts to running servers and check what their taps write: every row, under the right ids, the same

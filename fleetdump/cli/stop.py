@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from fleetdump.agent.protocol import StopResult
-from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, lock_wait_option, run
+from fleetdump.cli._fleet import FleetOptions, ServerName, Verb, event_printer, fleet_options, lock_wait_option, run
 from fleetdump.tasks.server import stop as stop_on
 from fleetdump.views.console import out, size
 
@@ -30,7 +30,13 @@ def _show(host: str, result: StopResult) -> None:
 
 
 @click.command(short_help="Stop our servers.")
-@click.option("--server", "servers", multiple=True, help="Only this server; may be repeated. Default: all of ours.")
+@click.option(
+    "--server",
+    "servers",
+    type=ServerName(),
+    multiple=True,
+    help="Only this server; may be repeated. Default: all of ours.",
+)
 @lock_wait_option
 @fleet_options
 def stop(options: FleetOptions, servers: tuple[str, ...]) -> None:

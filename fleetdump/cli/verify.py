@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from fleetdump.agent.protocol import VerifyResult
-from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, run
-from fleetdump.errors import ExitCode
+from fleetdump.cli._fleet import FleetOptions, Report, Verb, event_printer, fleet_options
+from fleetdump.errors import ExitCode, UsageError
+from fleetdump.fleet import Outcome, fan_out
+from fleetdump.tasks.extract import require_run_name
 from fleetdump.tasks.verify import DEADLINE
 from fleetdump.tasks.verify import verify as verify_on
 from fleetdump.views.hosts import show_verification
@@ -28,11 +32,23 @@ def verify(options: FleetOptions, run_name: str, repair: bool) -> None:
       fleetdump verify
       fleetdump verify --run conversations --repair
     """
-    run(
-        options,
-        Verb("verify", show_verification, code=_code, deadline=DEADLINE),
+    if run_name:
+        require_run_name(run_name)
+    report = Report(options, Verb("verify", show_verification, code=_code, deadline=DEADLINE))
+    outcomes: dict[str, Outcome[VerifyResult]] = fan_out(
+        options.select(read_only=False),
         lambda host: verify_on(host, run_name, repair, event_printer(host.config.name)),
+        limit=options.jobs,
+        deadline=DEADLINE,
+        options=options.connect_options(),
+        on_outcome=report.add,
     )
+    code = report.close()
+    if run_name and code == ExitCode.OK and not any(one.value and one.value.runs for one in outcomes.values()):
+        raise UsageError(
+            f"no host has run {run_name}", next_step="fleetdump status shows the runs of each host; correct --run"
+        )
+    sys.exit(code)
 
 
 def _code(result: VerifyResult) -> ExitCode:

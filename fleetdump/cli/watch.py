@@ -7,7 +7,7 @@ from dataclasses import replace
 import click
 
 from fleetdump.agent.protocol import MonitorResult
-from fleetdump.cli._fleet import FleetOptions, Seconds, Verb, fleet_options, run
+from fleetdump.cli._fleet import FleetOptions, Seconds, ServerName, Verb, fleet_options, run
 from fleetdump.fleet.fanout import MAX_THREADS
 from fleetdump.tasks.watch import WatchPlan, exit_code
 from fleetdump.tasks.watch import watch as watch_on
@@ -17,7 +17,13 @@ DAY = 86400.0
 
 
 @click.command(short_help="Follow servers live: phases, rates, and what goes wrong.")
-@click.option("--server", "servers", multiple=True, help="Only this server; may be repeated. Default: all of ours.")
+@click.option(
+    "--server",
+    "servers",
+    type=ServerName(),
+    multiple=True,
+    help="Only this server; may be repeated. Default: all of ours.",
+)
 @click.option("--interval", type=Seconds(0.2, 60), default=2.0, show_default=True, help="Seconds between two looks.")
 @click.option("--for", "seconds", type=Seconds(1, DAY), default=DAY, metavar="SECONDS", help="End after so long.")
 @click.option("--until-ready", is_flag=True, help="End as soon as every server is ready, or has a fault.")
@@ -45,7 +51,12 @@ def watch(options: FleetOptions, servers: tuple[str, ...], interval: float, seco
         run(
             replace(options, jobs=max(hosts, 1)),
             Verb("watch", _show, code=exit_code, read_only=True, deadline=seconds + 90.0),
-            lambda host: watch_on(host, plan, lambda server: view.update(host.config.name, server)),
+            lambda host: watch_on(
+                host,
+                plan,
+                lambda server: view.update(host.config.name, server),
+                lambda: view.empty(host.config.name),
+            ),
         )
 
 

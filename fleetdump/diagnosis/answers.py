@@ -10,14 +10,18 @@ from fleetdump.agent.evidence_engine import HttpProbe
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import PHASES
 from fleetdump.diagnosis import vllm
+from fleetdump.diagnosis.words import asked
 
 SILENCE_OF = {"init": 120.0, "serving": 60.0}
 """Where more is usual: a communicator of 8 GPUs was seen to take 62 s, and a batch of long prompts takes a minute."""
 STARVED_LINES = 2
+FIRST_SERVER_ERROR = 500
 USUAL_LINE = 100
 """Bytes of a log line, where the repeated one is not known."""
 SILENCE = 30.0
 """Seconds of silence below which nobody says "hung" when no patience is given."""
+_REQUEST = re.compile(r"/(?:generate|encode|classify|completions|embeddings|rerank|score|responses|messages)$")
+"""Endpoints that need the engine; all others (status, models, metrics) the HTTP server answers by itself."""
 _BAR = re.compile(r"(?P<done>\d+)/(?P<total>\d+) \[(?P<spent>[\d:?]+)<(?P<left>[\d:?]+)")
 
 
@@ -70,7 +74,25 @@ class Answers:
     @property
     def healthy(self) -> bool:
         health = self.answer("/health")
-        return self.port_open and health is not None and health.status == 200 and not self.starved
+        answers = self.port_open and health is not None and health.status == 200
+        return answers and not self.starved and not self.unserved
+
+    @property
+    def failed_requests(self) -> list[HttpProbe]:
+        """Requests for tokens that were not answered, or ended in an error of the server's."""
+        asked = (h for h in self.evidence.http if _REQUEST.search(h.path))
+        return [h for h in asked if h.status >= FIRST_SERVER_ERROR or not h.status]
+
+    @property
+    def unserved(self) -> list[str]:
+        """What contradicts an answer of ``/health``: a request that failed, or requests that run while vLLM's log is
+        silent, which tells every ten seconds what they get. Its ``/health`` says only that the API lives."""
+        found = [asked(h) for h in self.failed_requests]
+        quiet, allowed = self.silence_in("serving")
+        running = self.evidence.log.running_requests
+        if self.is_vllm and running and not self.forwards and quiet >= allowed:
+            found.append(f"{running} requests run by its log, which has said nothing new for {quiet:.0f} s")
+        return found
 
     @property
     def starved(self) -> bool:
@@ -89,6 +111,10 @@ class Answers:
     @cached_property
     def silence(self) -> tuple[float, float]:
         """Seconds without progress as far as anybody knows, and the seconds that are allowed."""
+        return self.silence_in(self.phase)
+
+    def silence_in(self, phase: str) -> tuple[float, float]:
+        """The same, were the server in that phase."""
         watch, log = self.evidence.watch, self.evidence.log
         if watch and watch.patience:
             return watch.idle_seconds, watch.patience
@@ -100,8 +126,8 @@ class Answers:
         elif log.growth and log.repeated and not log.news:
             lines = max(1.0, log.growth / max(len(log.repeated_line), USUAL_LINE))
             quiet = max(quiet, min(self.evidence.uptime, log.repeated * self.evidence.seconds / lines))
-        usual = SILENCE_OF.get(self.phase, SILENCE)
-        given = getattr(watch.patiences, self.phase, usual) if watch and watch.patiences else usual
+        usual = SILENCE_OF.get(phase, SILENCE)
+        given = getattr(watch.patiences, phase, usual) if watch and watch.patiences else usual
         return quiet, given
 
     @property

@@ -39,7 +39,7 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
         verdict.server = evidence.target.server
         verdict.ruled_out = _ruled_out(view)
         verdict.references = list(CODES[verdict.code].reports)
-        verdict.evidence = [*verdict.evidence, *_blind(view)]
+        verdict.evidence = [*verdict.evidence, *_against_health(view), *_blind(view)]
     return verdicts
 
 
@@ -149,7 +149,7 @@ def _ruled_out(view: View) -> list[str]:
         found.append("disk full: every file system in use has space and inodes")
     if not (evidence.memory.oom_lines or evidence.memory.oom_kills or evidence.cgroup.memory_events.get("oom_kill")):
         found.append("out of memory: no kill in the kernel log or the cgroup")
-    if evidence.launcher_alive and view.schedulers and not view.missing_ranks:
+    if evidence.launcher_alive and len(view.schedulers) >= len(view.local_ranks) and not view.gone:
         found.append("dead process: launcher and every rank live")
     if view.members and not any(p.state in "Tt" or p.tracer_pid for p in view.members):
         found.append("stopped or traced process: none")
@@ -160,6 +160,13 @@ def _ruled_out(view: View) -> list[str]:
     if view.schedulers and not view.progress:
         found.append("slow loading: no rank read or grew")
     return found
+
+
+def _against_health(view: View) -> list[str]:
+    """Why an answer of ``/health`` is not believed."""
+    health = view.answer("/health")
+    answers = view.port_open and health is not None and health.status == 200
+    return [f"/health answers 200, and yet: {fact}" for fact in view.unserved] if answers else []
 
 
 TELLING_PROBES = ("py-spy", "strace", "access", "process ")

@@ -11,6 +11,7 @@ from fleetdump.diagnosis.answers import Answers
 
 ENGINE_NAMES = ("sglang::sched", "VLLM::Worker", "VLLM::Engine")
 """What the names of ranks begin with, in the 15 characters that the kernel keeps of a dead one's."""
+INTERPRETERS = ("python", "pt_main", "sglang", "vllm")
 HELPER_NAMES = ("sglang::detoken",)
 SERVER_ROLES = frozenset({
     "launcher", "scheduler", "engine", "detokenizer", "tokenizer_worker", "data_parallel_controller",
@@ -20,6 +21,8 @@ FIRST_RANK_MARKS = frozenset({"scheduler ready"})
 _TP = re.compile(r"TP(\d+)")
 _RANK_DIED = re.compile(r"Rank (\d+) scheduler")
 _SPAWNED = re.compile(r"multiprocessing[. ](?:spawn|forkserver)|--multiprocessing-fork")
+_KILLED = re.compile(r"(?<![\w.])-9\b|\bSIGKILL\b|\bsignal 9\b")
+"""How Python and those who write its exit codes down call a child that was killed."""
 _PEER_LOST = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe")
 
 
@@ -53,16 +56,33 @@ class Members(Answers):
         processes = self.evidence.processes
         if not self.evidence.launcher_alive or any(p.role in SERVER_ROLES for p in processes):
             return None
-        return next((p for p in processes if p.pid == self.evidence.target.pid and p.state not in "ZX"), None)
+        named = next((p for p in processes if p.pid == self.evidence.target.pid and p.state not in "ZX"), None)
+        # An interpreter whose command line could not be read in time may run anything.
+        return None if named and not named.cmdline and named.name.startswith(INTERPRETERS) else named
 
     @cached_property
     def spawning(self) -> bool:
         """Ranks have not been started, or have not yet named themselves. They are started in their order: one that is
         still missing below another after the phase's patience will not come."""
         unnamed = not self.evidence.log.ranks and not self.evidence.log.crash and not self.port_open
+        if self._all_were_started and not self.within_patience:
+            return False
         present = {p.rank for p in self.schedulers if p.rank is not None}
         gap = any(rank not in present for rank in self.local_ranks if rank < max(present, default=0))
         return unnamed and (self.within_patience or not gap)
+
+    @property
+    def _all_were_started(self) -> bool:
+        """Who started the ranks holds as many pipes from them as belong to all, whatever log and names say: each rank
+        alive has a share of them, and what is left over was another's. (Whose writing end it was may live on in a rank
+        that inherited it.)"""
+        alive = {p.pid for p in self.schedulers}
+        for parent in self.members:
+            ends = [end.peers for end in parent.pipes if end.mode == "r" and (not end.peers or alive & set(end.peers))]
+            share = min((sum(pid in peers for peers in ends) for pid in alive), default=0)
+            if share and parent.pid not in alive and len(ends) >= share * len(self.local_ranks) > share * len(alive):
+                return True
+        return False
 
     @property
     def engine_dead(self) -> bool:
@@ -173,6 +193,11 @@ class Members(Answers):
             return rank
         others = [other for other in range(self.evidence.target.ranks) if other != rank]
         return others[0] if len(others) == 1 else None
+
+    @property
+    def crash_is_of_a_kill(self) -> bool:
+        """The first exception only tells that a child was killed: it has not raised."""
+        return bool(_KILLED.search(self.evidence.log.crash))
 
     @property
     def crash_is_of_a_peer(self) -> bool:

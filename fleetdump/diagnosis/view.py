@@ -46,6 +46,10 @@ LOW_POWER = 0.45
 """Share of its limit below which a fully used GPU only waits in a kernel."""
 FULL_USE = 90
 LOADED_MIB = 4096
+FAULTS = 5.0
+"""Major page faults a second that show a mapped file being read, however slowly."""
+PRESSURE = 5.0
+"""Percent of time in which all work waited for memory."""
 AFTER = {
     "imports": "before the first mark",
     "init": "during distributed init",
@@ -109,6 +113,23 @@ class View(Members):
         return named or (self.gpus[place] if counted else None)
 
     @property
+    def unserved(self) -> list[str]:
+        """Adds a deadlock on the GPUs: every rank burns its core, the log is silent, and no GPU computes while requests
+        run (of which vLLM's log tells, unless it was told not to), or the collectives contradict each other."""
+        found, evidence = super().unserved, self.evidence
+        quiet, allowed = self.silence_in("serving")
+        waiting = bool(self.spins) and len(self.spins) == len(self.schedulers)
+        if not waiting or self.forwards or quiet < allowed:
+            return found
+        parted = bool(evidence.ras.mismatches or self.trouble("nccl_watchdog"))
+        told = self.is_vllm and not (self.launcher and "disable-log-stats" in self.launcher.cmdline)
+        if self.gpus_wait and (parted or told or evidence.log.running_requests):
+            found.append(f"no GPU computes and every rank waits for one, in {quiet:.0f} s without a word in the log")
+        elif parted and not self.gpus:
+            found.append(f"every rank waits and NCCL calls it parted, in {quiet:.0f} s without a word in the log")
+        return found
+
+    @property
     def gpus_wait(self) -> bool:
         """Every GPU of the server is fully used at little power: it waits in a kernel."""
         return bool(self.gpus) and all(
@@ -161,6 +182,8 @@ class View(Members):
             if process.rchar_delta > RCHAR_RATE * seconds or process.read_bytes_delta > READ_RATE * seconds:
                 read = max(process.rchar_delta, process.read_bytes_delta)
                 found.append(f"{name} read {size(read)} in {seconds:.0f} s")
+            if self.pages_in(process) and not self.port_open:
+                found.append(f"{name} had {process.majflt_delta} major page faults in {seconds:.0f} s")
             if process.rss_delta > RSS_RATE * seconds:
                 found.append(f"{name} grew by {size(process.rss_delta)} of memory")
         found += [
@@ -177,6 +200,12 @@ class View(Members):
         if self.silence[0] < WORK_SECONDS:
             found += [f"GPU {g.index} computes: {g.utilization} % at {g.power:.0f} W" for g in self.gpus_work]
         return found
+
+    def pages_in(self, process: ProcessFacts) -> bool:
+        """It reads a mapped file: pages come. Not every network file system counts them as bytes that were read; of a
+        host that is short of memory they may be its own code, again and again."""
+        counted = process.read_bytes_delta > 0 or self.memory_pressure < PRESSURE
+        return counted and process.majflt_delta >= FAULTS * self.evidence.seconds
 
     @property
     def silent_too_short(self) -> bool:

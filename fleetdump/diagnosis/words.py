@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from fleetdump.agent.evidence_engine import HttpProbe
 from fleetdump.agent.evidence_process import ProcessFacts
 
 _NUMBERED = re.compile(r"^(?P<head>.*\D)(?P<number>\d+)$")
@@ -25,6 +26,11 @@ def name_of(process: ProcessFacts) -> str:
     if process.role == "other":
         return process.name
     return process.label or (_LAUNCHER if process.role == "launcher" else process.role)
+
+
+def asked(probe: HttpProbe) -> str:
+    """An endpoint and its answer."""
+    return f"{probe.path}: {probe.status or probe.error} in {probe.seconds:.1f} s"
 
 
 def listed(items: Iterable[str]) -> str:

@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import paramiko
+import tenacity
 
 from fleetdump.fleet.connection import StrictConnection
 
 _STDERR_LINES = 40
 _STDERR_CHUNK = 1 << 15
 _LOCAL_GRACE_SECONDS = 5.0
+_SESSION_SECONDS = 20.0
 
 
 class Process(Protocol):
@@ -118,7 +120,19 @@ class SshTransport:
         self.connection = connection
 
     def start(self, argv: Sequence[str]) -> Process:
-        return SshProcess(self.connection.create_session(), shlex.join(argv))
+        return SshProcess(self._session(), shlex.join(argv))
+
+    def _session(self) -> paramiko.Channel:
+        """A new session. sshd counts one that has ended until it has reaped its process, and refuses another meanwhile;
+        nothing has run then, so it is asked again."""
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(paramiko.ChannelException),
+            stop=tenacity.stop_after_delay(_SESSION_SECONDS),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=1),
+            reraise=True,
+        )
+        session: paramiko.Channel = attempts(self.connection.create_session)
+        return session
 
     def is_alive(self) -> bool:
         return bool(self.connection.is_connected)

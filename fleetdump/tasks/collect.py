@@ -72,11 +72,14 @@ def _pull_lines_from(host: Host, run: str, share: ShareRow, ledger: Ledger, repo
     with ledger.transaction():
         for event in events:
             if event.get("event") == "manifest":
-                report.lines += 1
-                report.faults += take_line(ledger, source, event["line"])
+                faults = take_line(ledger, source, event["line"])
+                report.lines += not faults
             elif event.get("event") == "rejected":
-                report.rejected += 1
-                report.faults += take_reject(ledger, source, event["line"])
+                faults = take_reject(ledger, source, event["line"])
+                report.rejected += not faults
+            else:
+                continue
+            report.faults += faults
         ledger.advance(host.config.name, share.server, result.offset, result.rejected_offset)
     if result.progress.state != "done":
         report.unfinished.append(f"{source}: {result.progress.state} {result.progress.detail}".strip())

@@ -14,11 +14,11 @@ DEADLINE = 60.0
 
 
 @task
-def order(host: Host, run: str, what: str) -> list[RunProgress]:
+def order(host: Host, run: str, what: str, *, whole_run: bool = True) -> list[RunProgress]:
     """Tell the drivers of ``run`` on this host to ``pause``, ``resume`` or ``cancel``; the state of its shares, none
-    for a host that has no part in the run."""
+    for a host that has no part in the run. ``whole_run``: all hosts are told; a pause of some alone has them leave."""
     try:
-        return host.call(OrderArgs(run, what), OrderResult, verb="order", deadline=DEADLINE).shares
+        return host.call(OrderArgs(run, what, whole_run), OrderResult, verb="order", deadline=DEADLINE).shares
     except HostError as error:
         return _no_part(error)
 

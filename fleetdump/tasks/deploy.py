@@ -51,7 +51,7 @@ def deploy(host: Host, plan: DeployPlan, on_event: Event) -> DeployReport:
     later undoes what came before it. Also what ``Host.call`` raises.
     """
     require_servers(host, plan)
-    with held(host, "deploy", HOLD_LIMIT):
+    with held(host, "deploy", HOLD_LIMIT, lambda text: Steps(on_event).tell("lock", text)):
         return carry_out(host, plan, on_event)
 
 

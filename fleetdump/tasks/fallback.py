@@ -21,7 +21,7 @@ def deploy_or_fall_back(host: Host, plan: DeployPlan, on_event: Event) -> Deploy
     for patch in (plan.patch, *plan.fallbacks):
         require_servers(host, replace(plan, patch=patch))
     steps, attempts = Steps(on_event), list[Attempt]()
-    with held(host, "deploy", HOLD_LIMIT * (1 + len(plan.fallbacks))):
+    with held(host, "deploy", HOLD_LIMIT * (1 + len(plan.fallbacks)), lambda text: steps.tell("lock", text)):
         patches = [plan.patch, *plan.fallbacks]
         for number, patch in enumerate(patches):
             last = number == len(patches) - 1

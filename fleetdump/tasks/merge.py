@@ -65,7 +65,7 @@ def merge(ledger: Ledger, options: PullOptions, runs_dir: Path) -> CollectReport
             tokens += line["tokens"]
             for key, value in values.items():
                 settings[key].setdefault(value, set()).add(f"{sample.host}/{sample.server}")
-            out.write(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n")
+            out.write(json.dumps(line, separators=(",", ":")) + "\n")
         out.flush()
         os.fsync(out.fileno())
     os.replace(temporary, target)

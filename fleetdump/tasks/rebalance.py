@@ -2,8 +2,9 @@
 
 Whoever is done asks for work; the share that would take longest gives so much that both would end together. Its driver
 withdraws the samples first, durable on its host, so that they are worked on by one server alone. A host whose server is
-dead, or that is paused because it shall leave, has no rate: it gives everything that it has not begun. A host that
-joins has nothing to begin with, and so takes over at once. An unreachable host cannot withdraw, and keeps its work.
+dead, or that alone is paused because it shall leave, has no rate: it gives everything that it has not begun. A host
+that joins has nothing to begin with, and so takes over at once. An unreachable host cannot withdraw, and keeps its
+work. While a whole run is paused nothing moves; who was told to leave, or cancelled, takes nothing over.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fleetdump.agent.formats import server_of
-from fleetdump.agent.protocol import RunProgress, StatusArgs, StatusResult, WithdrawArgs, WithdrawResult
+from fleetdump.agent.protocol import (
+    CANCEL,
+    FINISHED,
+    RunProgress,
+    StatusArgs,
+    StatusResult,
+    WithdrawArgs,
+    WithdrawResult,
+)
 from fleetdump.errors import HostError, UnreachableError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger
 from fleetdump.tasks._task import task
 from fleetdump.tasks.extract import RunPlan, Share, Target
+from fleetdump.tasks.survey import shares_on
 
 WITHDRAW_DEADLINE = 60.0
 LEAST_SECONDS = 20.0
@@ -29,7 +39,6 @@ ASK_SECONDS = 30.0
 """Before a share that had nothing to give is asked again."""
 JOIN_SECONDS = 120.0
 """For so long from its beginning a run waits for hosts that have not said yet how much they have."""
-FINISHED = ("done", "failed")
 
 
 @task
@@ -47,6 +56,10 @@ class Known:
     host: Host
 
     @property
+    def target(self) -> Target:
+        return self.host.config.name, self.progress.server
+
+    @property
     def left(self) -> float:
         """Tokens that are not done."""
         return max(0.0, float(self.progress.tokens - self.progress.tokens_done))
@@ -61,16 +74,28 @@ class Known:
         """Tokens a second; 0 for a server that is dead, stopped or paused."""
         return self.progress.tokens_per_second if self.progress.state == "running" else 0.0
 
+    @property
+    def run_rests(self) -> bool:
+        """Whether the whole run was paused or cancelled."""
+        return bool(self.progress.order) and self.progress.whole_run
+
+    @property
+    def seconds(self) -> float:
+        """Until it would be done by itself."""
+        return self.left / self.rate if self.rate else float("inf")
+
 
 @dataclass
 class Balancer:
     """Moves samples between the shares of one run; used by the threads of all hosts. ``share_of`` makes a share of ids,
-    ``pending`` are hosts that have shares and have not said yet how much is left of them."""
+    ``pending`` are hosts that have shares and have not said yet how much is left of them. ``knows_all``: every host has
+    told which samples it has; otherwise what was given away earlier may be in the hands of one that has not."""
 
     run: str
     ledger: Ledger
     share_of: Callable[[Sequence[str]], Share]
     pending: set[str] = field(default_factory=set)
+    knows_all: bool = True
     least_seconds: float = LEAST_SECONDS
     _began: float = field(default_factory=time.monotonic)
     _asked: dict[Target, float] = field(default_factory=dict)
@@ -92,12 +117,19 @@ class Balancer:
             del self._known[target]
 
     def wait_for_work(self, host: Host) -> RunPlan | None:
-        """What the host, which has nothing to do, takes over now; None when all others are done or nearly so."""
+        """What the host, which has nothing to do, takes over now; None when all others are done or nearly so, or when
+        the host is to do nothing more."""
         while True:
             with self._lock:
                 others = self._busy_beside(host)
-                for target in others:
-                    plan = self._take_over(host, target)
+                victims = [known for known in others if self._may_give(known)]
+                if victims and not any(known.run_rests for known in others):
+                    # The host is done, and so no longer followed: it may have been told something since.
+                    told = [share for share in shares_on(host, self.run) if share.order]
+                    if any(not share.whole_run for share in told):
+                        return None
+                    plans = (self._take_over(host, known) for known in ([] if told else victims))
+                    plan = next((plan for plan in plans if plan is not None), None)
                     if plan is not None:
                         return plan
             if not others and not (self.pending and time.monotonic() - self._began < JOIN_SECONDS):
@@ -106,43 +138,51 @@ class Balancer:
 
     def reclaim(self, host: Host, shares: Sequence[str]) -> RunPlan | None:
         """What the host's shares gave away to a controller that died before it gave them on: the host's own again."""
+        if not self.knows_all:
+            return None
         with self._lock:
             for share in shares:
+                known = self._known.get((host.config.name, share))
+                if known is not None and known.progress.order == CANCEL:
+                    continue
                 given = host.call(WithdrawArgs(self.run, share, 0), WithdrawResult, verb="withdraw")
                 ids = self.ledger.still_home(given.ids, host.config.name, share)
                 if ids:
                     return self._move(ids, host, server_of(share))
         return None
 
-    def _busy_beside(self, host: Host) -> list[Target]:
+    def _busy_beside(self, host: Host) -> list[Known]:
         """Shares of other hosts that have work left, the one that would take longest first."""
-        busy = [
-            (self._seconds(known), target)
-            for target, known in list(self._known.items())
-            if target[0] != host.config.name and known.is_busy
-        ]
-        return [target for _, target in sorted(busy, reverse=True)]
+        busy = [known for (name, _), known in list(self._known.items()) if name != host.config.name and known.is_busy]
+        return sorted(busy, key=lambda known: known.seconds, reverse=True)
 
-    def _seconds(self, known: Known) -> float:
-        return known.left / known.rate if known.rate else float("inf")
+    def _may_give(self, known: Known) -> bool:
+        """Whether the share has much left, is not cancelled, and was not asked in vain just now."""
+        is_asked = time.monotonic() - self._asked.get(known.target, -ASK_SECONDS) < ASK_SECONDS
+        return known.seconds >= self.least_seconds and known.progress.order != CANCEL and not is_asked
 
-    def _take_over(self, host: Host, victim: Target) -> RunPlan | None:
-        known = self._known[victim]
-        now = time.monotonic()
-        if self._seconds(known) < self.least_seconds or now - self._asked.get(victim, -ASK_SECONDS) < ASK_SECONDS:
-            return None
+    def _take_over(self, host: Host, known: Known) -> RunPlan | None:
         mine = self._best_rate.get(host.config.name) or known.rate or 1.0
         tokens = int(known.left * mine / (mine + known.rate)) if known.rate else int(known.left)
-        args = WithdrawArgs(self.run, victim[1], max(1, tokens))
         try:
-            given = known.host.call(args, WithdrawResult, verb="withdraw", deadline=WITHDRAW_DEADLINE)
+            given = self._withdraw(known.host, known.progress.server, max(1, tokens))
         except (HostError, UnreachableError):
             return None  # its own thread says what is wrong there
-        ids = self.ledger.still_home(given.ids, *victim)
+        ids = self.ledger.still_home(given, *known.target)
         if ids:
             return self._move(ids, host, self._server(host))
-        self._asked[victim] = now
+        self._asked[known.target] = time.monotonic()
         return None
+
+    def _withdraw(self, host: Host, share: str, tokens: int) -> list[str]:
+        """Samples that the share has given away: now, and earlier where no host can have them unknown to us."""
+
+        def ask(tokens: int) -> list[str]:
+            args = WithdrawArgs(self.run, share, tokens)
+            return host.call(args, WithdrawResult, verb="withdraw", deadline=WITHDRAW_DEADLINE).ids
+
+        earlier = set() if self.knows_all else set(ask(0))
+        return [sample for sample in ask(tokens) if sample not in earlier]
 
     def _server(self, host: Host) -> str:
         """The host's server that was fastest, or its first."""

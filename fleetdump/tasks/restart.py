@@ -49,11 +49,11 @@ class Restarted:
 
 
 def exit_code(servers: list[Restarted]) -> ExitCode:
-    """4 when a stall was diagnosed, 1 when a server is not ready for another reason."""
+    """4 when a stall was diagnosed, 1 when a server is not ready for another reason, or there was none."""
     outcomes = {server.outcome for server in servers}
     if "stall" in outcomes:
         return ExitCode.STALL
-    return ExitCode.OK if outcomes <= {"ready"} else ExitCode.FAILED
+    return ExitCode.OK if outcomes == {"ready"} else ExitCode.FAILED
 
 
 @task
@@ -63,7 +63,7 @@ def restart(host: Host, servers: list[str], selfcheck: bool, on_event: Event) ->
     for a name that neither the host nor its inventory entry knows."""
     status = host.call(StatusArgs(), StatusResult, verb="status")
     known = [server.name for server in status.servers]
-    for name in set(servers) - set(known):
+    for name in sorted(set(servers) - set(known)):
         host.config.server(name)
     reports = {name: Restarted(name, "failed") for name in servers or known}
     launched = [result for name in reports if (result := _launch(host, reports[name], on_event)) is not None]

@@ -25,6 +25,7 @@ from fleetdump.fleet import Host
 from fleetdump.tasks._task import task
 from fleetdump.tasks.deploy import stop_servers
 from fleetdump.tasks.evidence import take_evidence
+from fleetdump.tasks.servernames import require_known
 from fleetdump.tasks.steps import Event
 
 FOLLOW_LIMIT = 24 * 3600.0
@@ -77,7 +78,9 @@ class LogView:
 
 @task
 def logs(host: Host, view: LogView, on_line: Callable[[str], None]) -> LogsResult:
-    """The log's last lines; with ``view.follow`` each new line goes to ``on_line`` until interrupted."""
+    """The log's last lines; with ``view.follow`` each new line goes to ``on_line`` until interrupted. Raises
+    ``UsageError`` for a server that neither the host nor its inventory entry knows."""
+    require_known(host, [view.server] if view.server else [])
 
     def on_event(event: dict[str, Any]) -> None:
         if event.get("event") == "log":
@@ -100,7 +103,9 @@ def stop(host: Host, servers: list[str], on_event: Event) -> StopResult:
 
 @task
 def diagnose_host(host: Host, target: Target) -> list[Diagnosis]:
-    """Collect evidence and decide; one diagnosis for each server that ``target`` means."""
+    """Collect evidence and decide; one diagnosis for each server that ``target`` means. Raises ``UsageError`` for a
+    server that neither the host nor its inventory entry knows."""
+    require_known(host, [target.server] if target.server else [])
     if target.port or target.pid:
         return [_diagnose_one(host, target, "")]
     names = [target.server] if target.server else [server.name for server in host.config.servers]

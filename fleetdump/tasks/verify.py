@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fleetdump.agent.protocol import VerifyArgs, VerifyResult
+from fleetdump.errors import HostError
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task
 
@@ -14,5 +15,11 @@ DEADLINE = 7 * 86400.0
 
 @task
 def verify(host: Host, run: str, repair: bool, on_event: Callable[[dict[str, Any]], None]) -> VerifyResult:
-    """Check every byte of ``run`` (empty: of each run) where it lies; ``repair``: finish torn shards first."""
-    return host.call(VerifyArgs(run, repair), VerifyResult, verb="verify", on_event=on_event, deadline=DEADLINE)
+    """Check every byte of ``run`` (empty: of each run) where it lies; ``repair``: finish torn shards first. Nothing
+    for a host that has no part in ``run``. Raises what ``Host.call`` raises."""
+    try:
+        return host.call(VerifyArgs(run, repair), VerifyResult, verb="verify", on_event=on_event, deadline=DEADLINE)
+    except HostError as error:
+        if error.code != "not_found":
+            raise
+        return VerifyResult([])

@@ -11,6 +11,7 @@ from fleetdump.agent.protocol import HealthyProfile, MonitorArgs, MonitorResult,
 from fleetdump.errors import ExitCode
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task
+from fleetdump.tasks.servernames import require_known
 
 MARGIN_SECONDS = 60.0
 """Of the call's deadline: the agent ends the watch itself."""
@@ -19,6 +20,7 @@ OUTLIER_FACTOR = 3.0
 OUTLIER_HOSTS = 3
 
 OnVitals = Callable[[Vitals], None]
+OnEmpty = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,11 @@ class WatchPlan:
 
 
 @task
-def watch(host: Host, plan: WatchPlan, on_vitals: OnVitals) -> MonitorResult:
-    """One call of the agent for the whole watch; ``on_vitals`` gets a server whenever something of it has changed."""
+def watch(host: Host, plan: WatchPlan, on_vitals: OnVitals, on_empty: OnEmpty = lambda: None) -> MonitorResult:
+    """One call of the agent for the whole watch; ``on_vitals`` gets a server whenever something of it has changed,
+    ``on_empty`` is called when the host has none of ours. Raises ``UsageError`` for a server that neither the host nor
+    its inventory entry knows."""
+    require_known(host, plan.servers)
     known: dict[str, dict[str, Any]] = {}
 
     def on_event(event: dict[str, Any]) -> None:
@@ -42,6 +47,8 @@ def watch(host: Host, plan: WatchPlan, on_vitals: OnVitals) -> MonitorResult:
             fields = known.setdefault(str(event["server"]), {})
             fields.update(event["changed"])
             on_vitals(from_json(Vitals, fields))
+        elif event.get("event") == "empty":
+            on_empty()
 
     args = MonitorArgs(list(plan.servers), host.config.patience, plan.seconds, plan.interval, plan.ready)
     deadline = plan.seconds + MARGIN_SECONDS

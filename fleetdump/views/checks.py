@@ -25,8 +25,9 @@ def show_check(probes: Mapping[str, ProbeResult]) -> None:
         out.print(f"[bold]{quoted(', '.join(compress(sorted(hosts))))}[/]  {line}")
     if len(probes) == 1:
         (probe,) = probes.values()
-        good = "; ".join(finding.text for finding in probe.findings if finding.level == "ok")
-        out.print(f"[green]ok[/]       {quoted(good)}")
+        for finding in probe.findings:
+            if finding.level == "ok":
+                out.print(f"[green]ok[/]       {quoted(finding.text)}")
     _show_findings(probes)
 
 

@@ -53,7 +53,7 @@ def show_estimate(plan: Estimate) -> None:
     out.print(_histogram(plan.histogram))
     out.print(_hosts(plan.hosts))
     if plan.seconds:
-        out.print(f"about {duration(plan.seconds)} ({plan.seconds / 3600:.1f} hours)", markup=False)
+        out.print(f"about {duration(plan.seconds)}", markup=False)
     else:
         out.print("how long: --measure runs a short burst, --tokens-per-second N takes your figure", markup=False)
 

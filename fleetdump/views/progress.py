@@ -17,6 +17,9 @@ from fleetdump.views.console import duration, err, quoted, size, visible
 PLAIN_SECONDS = 5.0
 """How often a line is printed where the output is no terminal."""
 WEIGHTS_SECONDS = 15.0
+SIGN_SECONDS = 30.0
+"""How long a start may go without a line."""
+IDLE_SECONDS = 5.0
 QUIET_SECONDS = 30.0
 """Without a sample for so long the view says so, and what to do."""
 
@@ -96,24 +99,42 @@ def _share_line(host: str, server: str, share: RunProgress) -> Text:
     return Text.from_markup(visible(text), emoji=False)
 
 
-class WeightLines:
-    """Tells of servers that read their weights how far they are, now and then; from any thread."""
+class StartLines:
+    """Tells of servers that start, between their phases, that they still do: how far the weights are read, or which
+    phase lasts how long. From any thread."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, str], float] = {}
+        self._phases: dict[tuple[str, str], tuple[str, float]] = {}
+        """The phase of each server, and since when it is seen."""
 
     def update(self, host: str, event: dict[str, Any]) -> None:
-        """A ``tick`` event of a watch; others, and those of other phases, are passed over."""
-        if event.get("event") != "tick" or not event.get("load_bytes"):
+        """An event of a watch: a ``phase`` is itself a sign of life, a ``tick`` is told after a silence."""
+        if event.get("event") not in ("phase", "tick"):
             return
-        server, now = str(event.get("server")), time.monotonic()
-        if now - self._told.setdefault((host, server), now) < WEIGHTS_SECONDS:
+        server, phase, now = str(event.get("server")), str(event.get("phase")), time.monotonic()
+        if self._phases.get((host, server), ("", now))[0] != phase:
+            self._phases[host, server] = phase, now
+        if event["event"] == "phase":
+            self._told[host, server] = now
+        limit = WEIGHTS_SECONDS if event.get("load_bytes") else SIGN_SECONDS
+        if now - self._told.setdefault((host, server), now) < limit:
             return
         self._told[host, server] = now
-        text = f"{server}: weights {size(event['load_bytes'])}"
-        if event.get("load_total"):
-            text += f" of {size(event['load_total'])}"
-        text += f", {size(event.get('load_rate', 0.0))}/s"
-        if event.get("load_eta"):
-            text += f", {duration(event['load_eta'])} left"
-        err.print(f"[{host}] {text}", markup=False)
+        since = self._phases[host, server][1]
+        text = _weights(event) if event.get("load_bytes") else _still(event, now - since)
+        err.print(f"[{host}] {server}: {text}", markup=False)
+
+
+def _weights(event: dict[str, Any]) -> str:
+    text = f"weights {size(event['load_bytes'])}"
+    if event.get("load_total"):
+        text += f" of {size(event['load_total'])}"
+    text += f", {size(event.get('load_rate', 0.0))}/s"
+    return text + (f", {duration(event['load_eta'])} left" if event.get("load_eta") else "")
+
+
+def _still(event: dict[str, Any], seconds: float) -> str:
+    text = f"still {event.get('phase')}, for {duration(seconds)}, {event.get('lines', 0)} log lines"
+    idle = float(event.get("idle_seconds", 0.0))
+    return text + (f"; nothing moves for {duration(idle)}" if idle >= IDLE_SECONDS else "")

@@ -31,6 +31,8 @@ def show_statuses(statuses: Mapping[str, StatusResult]) -> None:
 def _show_host(host: str, status: StatusResult) -> None:
     patch = status.patch
     text = f"engine {patch.state} {patch.patch}".strip() if patch else "engine not looked at"
+    if patch and patch.detail:
+        text += f": {patch.detail}"
     servers = "" if status.servers else "no server of ours; "
     out.print(f"[bold]{quoted(host)}[/]  {servers}{quoted(text)}; our files {size(status.state_bytes)}")
     for share in status.shares:

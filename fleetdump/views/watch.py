@@ -10,23 +10,27 @@ from rich.live import Live
 from rich.text import Text
 
 from fleetdump.agent.protocol import Fault, Vitals, to_json
+from fleetdump.hostpatterns import compress
 from fleetdump.tasks.watch import slow_loaders, usual
 from fleetdump.views.console import duration, err, out, quoted, size, visible
 
 GB = 1e9
+NOTHING = "nothing of ours runs there"
 SOON = 86400.0
 _STYLES = {"ready": "green", "starting": "yellow", "stopped": "dim", "died": "bold red", "broken": "bold red"}
 
 
 class WatchView:
     """Shows ``update``s from any thread; a context manager. ``as_json`` prints each as an object on stdout instead:
-    ``vitals`` when something has changed, ``fault`` and ``cleared`` when a fault comes and goes."""
+    ``vitals`` when something has changed, ``fault`` and ``cleared`` when a fault comes and goes, ``empty`` for a host
+    that has no server."""
 
     def __init__(self, as_json: bool = False) -> None:
         self._as_json = as_json
         self._servers: dict[tuple[str, str], Vitals] = {}
         self._told: dict[tuple[str, str], str] = {}
         self._outliers: set[str] = set()
+        self._empty: set[str] = set()
         self._lock = threading.Lock()
         live = err.is_terminal and not as_json
         self._live = Live(get_renderable=self._render, console=err, refresh_per_second=2) if live else None
@@ -43,6 +47,7 @@ class WatchView:
     def update(self, host: str, server: Vitals) -> None:
         """A server's newest state."""
         with self._lock:
+            self._empty.discard(host)
             before = self._servers.get((host, server.server))
             self._servers[host, server.server] = server
             if self._as_json:
@@ -51,6 +56,15 @@ class WatchView:
             if self._live is None and not self._as_json:
                 self._tell_change(host, server)
                 self._tell_outliers()
+
+    def empty(self, host: str) -> None:
+        """A host has been looked at, and nothing of ours runs there."""
+        with self._lock:
+            self._empty.add(host)
+            if self._as_json:
+                out.print(json.dumps({"host": host, "event": "empty"}), markup=False)
+            elif self._live is None:
+                err.print(f"[bold]{quoted(host)}[/] {NOTHING}")
 
     # ------------------------------------------------------------------ lines
     def _tell_faults(self, host: str, before: Vitals | None, server: Vitals) -> None:
@@ -98,7 +112,9 @@ class WatchView:
                 lines.append(f"{_name(host, server)} {self._facts(server)}")
                 lines += [f"  {_fault(fault)}" for fault in server.faults]
             lines += [f"[yellow]{quoted(text)}[/]" for text in self._slow()]
-        lines = lines or ["[dim]nothing of ours runs there[/]"]
+            if self._empty:
+                lines.append(f"[bold]{quoted(', '.join(compress(sorted(self._empty))))}[/] [dim]{NOTHING}[/]")
+        lines = lines or ["[dim]looking ...[/]"]
         return Group(*(Text.from_markup(visible(line), emoji=False) for line in lines))
 
 

@@ -236,3 +236,30 @@ def spin_alone(e: Evidence, n: int, cpu: float = 1.0) -> None:
     """The main thread of that rank burns a core, and only that is known."""
     p = next(p for p in e.processes if p.rank == n)
     p.state, p.cpu, p.main = "R", cpu, ThreadFacts(p.pid, "sglang", "R", cpu=cpu, user_share=1.0, syscall="running")
+
+
+def died_of(p: ProcessFacts, signal: int) -> None:
+    """It is a zombie, of which the kernel keeps 15 characters of the name and the signal that ended it."""
+    p.state, p.role, p.rank, p.label, p.exit_signal = "Z", "other", None, "", signal
+    p.main = None
+
+
+def no_ptrace(e: Evidence) -> None:
+    """Stage 2 was tried and refused."""
+    failed_probe(e, "py-spy", "Permission denied: try running again with elevated permissions")
+    failed_probe(e, "strace", "ptrace(PTRACE_SEIZE): Operation not permitted")
+    e.deep = True
+
+
+def silent(e: Evidence, quiet: float) -> None:
+    """Nobody watched; the log is silent for ``quiet`` seconds."""
+    e.log.quiet_seconds, e.uptime = quiet, quiet + 200.0
+    e.watch = None
+
+
+def second_of_two_hosts(e: Evidence) -> None:
+    """Its eight ranks are 8 to 15."""
+    e.target.ranks, e.target.nodes, e.target.node_rank = 16, 2, 1
+    for p in all_ranks(e):
+        p.rank = (p.rank or 0) + 8
+        p.label = f"TP{p.rank}"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from cases import (
     part_a,
+    part_aa,
+    part_ab,
+    part_ac,
+    part_ad,
     part_b,
-    part_blind3,
     part_c,
     part_d,
     part_e,
@@ -28,8 +31,11 @@ from cases import (
 
 PARTS = (
     part_a,
+    part_aa,
+    part_ab,
+    part_ac,
+    part_ad,
     part_b,
-    part_blind3,
     part_c,
     part_d,
     part_e,

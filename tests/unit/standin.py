@@ -9,6 +9,8 @@ written), ``other_ids`` (samples written with a wrong hash), ``stages`` (slots o
 
 from __future__ import annotations
 
+import array
+import itertools
 import json
 import os
 import signal
@@ -26,6 +28,16 @@ from fleetdump.agent.tensorfile import ids_sha256
 
 HIDDEN = 4
 IDLE_CLOSE_SECONDS = 0.2
+
+
+def states_of(sample: str, start: int, rows: int, slots: list[int]) -> bytes:
+    """``[rows, slots, HIDDEN]`` float32, each value telling its sample, row, slot and place (``state_at``)."""
+    places = itertools.product(range(start, start + rows), slots, range(HIDDEN))
+    return array.array("f", (state_at(sample, *place) for place in places)).tobytes()
+
+
+def state_at(sample: str, row: int, slot: int, place: int) -> float:
+    return float(sum(sample.encode()) % 100 * 100_000 + row % 1000 * 100 + slot * 10 + place)
 
 
 class Tap:
@@ -68,7 +80,7 @@ class Tap:
             digest = ids_sha256([0] * len(part) if other_ids else part)
             shape = [len(part), len(slots), HIDDEN]
             piece = NewPiece(f"{rid}:{start}", str(rid), start, len(part), digest, "F32", shape, slots)
-            writer.add((piece, bytes(4 * len(part) * len(slots) * HIDDEN)))
+            writer.add((piece, states_of(rid.sample, start, len(part), slots)))
         writer.sync()
 
     def _close_idle(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import io
@@ -11,13 +12,14 @@ import os
 import shutil
 import threading
 import time
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fleetdump.agent import bootstrap, bundles, lock, main, protocol
+from fleetdump.agent import bootstrap, bundles, lock, main, names, protocol
 from fleetdump.agent.audit import shorten
 from fleetdump.agent.context import AgentContext, ControllerGone, State
 from fleetdump.agent.detach import spawn_detached
@@ -62,6 +64,55 @@ class TestTable:
         call = getattr(importlib.import_module(f"fleetdump.agent.{module}"), function)
         assert function == name
         assert len(inspect.signature(call).parameters) == 2
+
+
+def minimal(kind: Any) -> Any:
+    """JSON that decodes as ``kind``, with nothing in it that may be left out."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        required = [f for f in dataclasses.fields(kind) if dataclasses.MISSING is f.default is f.default_factory]
+        return {field.name: minimal(hints[field.name]) for field in required}
+    return {str: "x", int: 1, float: 1.0, bool: False}.get(kind, {} if typing.get_origin(kind) is dict else [])
+
+
+def naming(kind: Any, name: str) -> Any:
+    """A value of an argument that names servers or runs, with that name."""
+    if typing.get_origin(kind) is list:
+        return [naming(typing.get_args(kind)[0], name)]
+    return {**minimal(kind), "name": name} if kind is protocol.ServerSpec else name
+
+
+NAMED = [
+    (verb, field.name)
+    for verb in protocol.VERBS
+    for field in dataclasses.fields(main.VERB_TABLE[verb].args)
+    if field.name in (*names.SERVER_FIELDS, *names.RUN_FIELDS)
+]
+
+
+class TestNames:
+    def test_which_verbs_take_names(self) -> None:
+        verbs = {verb for verb, _ in NAMED}
+        assert {"logs", "watch", "monitor", "stop", "restart", "selfcheck", "evidence", "launch", "submit"} <= verbs
+        assert {"order", "follow", "manifest", "verify", "shards", "fetch", "withdraw", "clean"} <= verbs
+
+    @pytest.mark.parametrize(("verb", "field"), NAMED)
+    @pytest.mark.parametrize("name", ["../../tmp", "/tmp", "..", "a/b", ".x", "main\n"])
+    def test_a_name_that_leads_elsewhere_is_refused_before_the_verb_sees_it(
+        self, tmp_path: Path, verb: str, field: str, name: str
+    ) -> None:
+        kind = main.VERB_TABLE[verb].args
+        args = {**minimal(kind), field: naming(typing.get_type_hints(kind)[field], name)}
+        ctx = context(tmp_path, verb, args)
+        main.serve(ctx)
+        error = answers(ctx)[-1]["error"]
+        assert (error["code"], repr(name) in error["what"]) == ("usage", True)
+        assert not ctx.state.root.exists(), "the host was not even locked for it"
+
+    def test_names_are_found_at_any_depth(self) -> None:
+        server = protocol.ServerSpec(**{**minimal(protocol.ServerSpec), "name": "../x"})
+        with pytest.raises(AgentFailure, match="no server name"):
+            names.require_names(protocol.ForecastArgs(launches=[protocol.LaunchArgs(server)]))
 
 
 class TestServe:

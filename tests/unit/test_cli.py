@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from fleetdump.cli.collect import _show_merged
+from fleetdump.cli.main import cli
 from fleetdump.tasks.merge import CollectReport
 
 COMMANDS = (
@@ -72,6 +75,40 @@ def test_wrong_usage_exits_2(args: tuple[str, ...]) -> None:
     assert "Traceback" not in result.stderr
 
 
+OUTSIDE = "../../../tmp"
+SAID: list[tuple[tuple[str, ...], str]] = [
+    (("plan", "--data", "x", "--tokens-per-second", "nan"), "not a number"),
+    (("plan", "--data", "x", "--tokens-per-second", "inf"), "not a number"),
+    (("plan", "--data", "x", "--tokens-per-second", "1e-320"), "not in the range"),
+    (("verify", "--run", OUTSIDE), "not a name for a run"),
+    (("clean", "--data", "--discard", OUTSIDE), "not a name for a run"),
+    (("deploy", "--no-patch", "--patch", "hidden-states"), "exclude each other"),
+    (("check", "--patch", "hidden-states", "--no-patch"), "exclude each other"),
+    *((("deploy", "--fallback", names), "without a name") for names in ("", ",", "none,", ",none")),
+]
+
+
+@pytest.mark.parametrize(("args", "fragment"), SAID)
+def test_wrong_usage_is_said_before_anything_is_looked_at(args: tuple[str, ...], fragment: str) -> None:
+    result = fleetdump(*args)
+    assert (result.returncode, "Traceback" in result.stderr) == (2, False)
+    assert fragment in " ".join(result.stderr.split())
+
+
+WITH_A_SERVER = [name for name, one in cli.commands.items() if "--server" in {o for p in one.params for o in p.opts}]
+
+
+def test_which_commands_take_a_server() -> None:
+    assert {"logs", "watch", "stop", "restart", "selfcheck", "diagnose"} <= set(WITH_A_SERVER)
+
+
+@pytest.mark.parametrize("command", WITH_A_SERVER)
+@pytest.mark.parametrize("name", [OUTSIDE, "/tmp", "..", "a/b", "main\n", "main.1", "\u202emain"])
+def test_what_no_server_can_be_called_is_refused_by_every_command(command: str, name: str) -> None:
+    done = CliRunner().invoke(cli, [command, "--server", name])
+    assert (done.exit_code, "is no server name" in done.output) == (2, True)
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("init", "plan", "extract", "patches")])
 def test_missing_inventory_is_one_screen_with_the_next_step(command: str, tmp_path: Path) -> None:
     run = ("--run", "r") if command in ("attach", "pause", "resume", "cancel") else ()
@@ -95,7 +132,10 @@ def test_every_inventory_mistake_is_reported_at_once_with_its_line(tmp_path: Pat
 
 
 def test_init_writes_an_inventory_that_loads_and_never_overwrites(tmp_path: Path) -> None:
-    assert fleetdump("init", "root@198.18.0.9", "gpu02", cwd=tmp_path).returncode == 0
+    first = fleetdump("init", "root@198.18.0.9", "gpu02", cwd=tmp_path)
+    assert first.returncode == 0
+    assert "host_key" in first.stderr
+    assert "--accept-new" in first.stderr
     text = (tmp_path / "inventory.yaml").read_text()
     assert "gpu02" in text
     again = fleetdump("init", "gpu03", cwd=tmp_path)
@@ -139,8 +179,28 @@ def test_a_broken_bundle_is_refused(tmp_path: Path) -> None:
     assert "evidence" in result.stderr
 
 
+def test_an_id_that_turns_or_breaks_lines_is_shown_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "a\u202eb\u2028c"
+    _show_merged(CollectReport("r", 1, 3, 0, 2, 0, 5, "m.jsonl", missing=[evil], mismatches=[evil]))
+    told = capsys.readouterr().out
+    assert not set(told) & set(evil[1::2])
+    assert told.count("a\\u202eb\\u2028c") == 2
+
+
 def test_what_collect_does_not_list_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
     rejects = [f"a{n}: too_long" for n in range(7)]
     _show_merged(CollectReport("r", 1, 8, 0, 0, 7, 5, "out/r/manifest.jsonl", rejects=rejects))
     told = capsys.readouterr().out.splitlines()
     assert told[-2:] == ["  rejected: a4: too_long", "  rejected: and 2 more; out/r/collect.json names the first 7"]
+
+
+def test_an_interrupted_watch_of_an_empty_host_says_that_it_is_empty_and_no_more(tmp_path: Path) -> None:
+    host = {"connection": "local", "agent_python": sys.executable, "state_dir": str(tmp_path / "state")}
+    (tmp_path / "inventory.yaml").write_text(json.dumps({"hosts": {"here": host}}))
+    command = [sys.executable, "-m", "fleetdump", "watch"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as watch:
+        assert watch.stderr is not None
+        assert watch.stderr.readline() == "here nothing of ours runs there\n"
+        watch.send_signal(signal.SIGINT)
+        assert watch.stderr.read() == ""
+    assert watch.returncode == 130

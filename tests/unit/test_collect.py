@@ -43,6 +43,7 @@ from fleetdump.tasks.extract import (
 from fleetdump.tasks.extract import Share as SharePlan
 from fleetdump.tasks.merge import PullOptions, merge, require_whole
 from fleetdump.tasks.pullshards import DamagedCopy, PullReport, pull_file, verify_pieces
+from fleetdump.tasks.rejected import write_rejected
 from fleetdump.tasks.runlock import COLLECTOR, CONTROLLER, sole
 
 SOURCE = Source("r1", "h1", "main")
@@ -442,6 +443,7 @@ def test_bad_lines_cost_nothing_but_themselves(run: Run, ledger: Ledger, tmp_pat
     with run.connect() as host:
         report = pull(host, run.options, ledger)
         assert len(report.faults) == 5
+        assert report.lines == 12, "only what was taken in is counted"
         assert pull(host, run.options, ledger).lines == 0
     assert merge(ledger, run.options, tmp_path / "runs").samples == 12
 
@@ -548,6 +550,18 @@ def test_a_flipped_bit_here_is_seen_by_the_pieces(run: Run, ledger: Ledger) -> N
     assert "another CRC-32" in verify_pieces(run.folder, shard, lines)[0]
     (run.folder / shard).write_bytes(data[:-10])
     assert verify_pieces(run.folder, shard, lines) != []
+
+
+def test_an_id_that_turns_or_breaks_lines_is_escaped_in_every_file(ledger: Ledger, tmp_path: Path) -> None:
+    taken, left_out = "a\u202eb\u2028c", "d\u2066e\u2029f"
+    line = manifest_line(taken)
+    ledger.deliver("h1", line, text_of(line))
+    ledger.reject("h1", RejectedLine(left_out, "r1", "main", "too_long", "", 1, 1.0))
+    merged = merge(ledger, PullOptions("r1"), tmp_path / "runs")
+    for path, name in ((Path(merged.manifest), taken), (write_rejected(ledger, tmp_path), left_out)):
+        (text,) = path.read_text(encoding="utf-8").splitlines()
+        assert text.isascii()
+        assert json.loads(text)["id"] == name
 
 
 def test_servers_with_other_settings_are_named(ledger: Ledger, tmp_path: Path) -> None:

@@ -7,14 +7,18 @@ import importlib.util
 import json
 import re
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from demo.sglang_cpu import recipe
 from fleetdump.agent import formats, healthy, lock, patchrecord, protocol, server, share
 from fleetdump.agent.protocol import from_json, to_json
+from fleetdump.cli.main import cli
+from fleetdump.inventory import load
 from fleetdump.ledger import SCHEMA
 from fleetdump.worker import tokenise
 
@@ -95,3 +99,30 @@ def test_every_agent_module_is_either_shared_or_forbidden_to_the_controller() ->
     modules = {path.stem for path in agent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert forbidden | shared == modules - {"__init__"}
     assert not forbidden & shared
+
+
+def test_the_readme_and_the_help_say_the_same_of_exit_codes() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    (codes,) = re.findall(r"Exit codes: (.*?)\.", " ".join((cli.help or "").split()))
+    assert codes in readme
+
+
+def test_every_command_on_hosts_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    left_out = {name for name in cli.commands if not re.search(rf"(`|fleetdump ){name}\b", readme)}
+    assert left_out == {"patches", "pause", "resume", "cancel"}, "of patches, and of what attach goes with"
+
+
+def test_the_inventory_to_go_on_playing_with_is_the_demos(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```sh\n(cat > lab.yaml.*?^EOF\n)", text, re.MULTILINE | re.DOTALL)
+    subprocess.run(["bash", "-c", block], cwd=tmp_path, check=True)
+    (host,) = load(tmp_path / "lab.yaml").select([], [])
+    (server,) = host.servers
+    assert host.connection == "local"
+    assert (server.args, server.env) == (list(recipe.SERVER_ARGS), recipe.server_env())
+    build = tmp_path / "build"
+    assert (server.python, server.model_path) == (
+        str(build / recipe.PYTHON.relative_to(recipe.BUILD)),
+        str(build / recipe.MODEL.relative_to(recipe.BUILD)),
+    )

@@ -416,6 +416,17 @@ def test_what_a_serving_launcher_reads_is_no_progress() -> None:
     assert collecting.made_progress(found)
 
 
+def test_requests_without_a_word_of_statistics_are_a_reason_to_look_deeper() -> None:
+    found = Evidence(Target(1), 0.0, 2.0)
+    found.processes = [ProcessFacts(2, 1, "scheduler", "VLLM::Worker_TP", 0, "S")]
+    found.log.running_requests, found.log.quiet_seconds = 3, 8.0
+    assert not collecting.is_starved(found), "the next statistics are due in two seconds"
+    found.log.quiet_seconds = 90.0
+    assert collecting.is_starved(found)
+    found.processes[0].name = "sglang::schedul"
+    assert not collecting.is_starved(found), "its last batch may have ended long ago"
+
+
 # --------------------------------------------------------------------------- other ends
 def test_both_ends_of_unix_and_tcp_sockets_are_known() -> None:
     ours, theirs = socket.socketpair()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,16 @@ def test_every_stage_and_replica_has_a_writer(monkeypatch: pytest.MonkeyPatch) -
     servers = [ServerSpec("a", "python", "m", 1, dp=2, pp=4), ServerSpec("b", "python", "m", 2)]
     [finding] = checks_host.check_capture_memory(ProbeArgs(servers, ring_bytes=GIB, device_bytes=GIB)).findings
     assert "each of 9 writing processes" in finding.text
+
+
+def test_on_the_cpu_all_that_capture_takes_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_host, "_memory", lambda: (1 << 40, 6 * GIB))
+    on_cpu = ServerSpec("a", "python", "m", 1, args=["--device", "cpu"])
+    asked = ProbeArgs([on_cpu], ring_bytes=2 * GIB, device_bytes=GIB)
+    [finding] = checks_host.check_capture_memory(asked).findings
+    assert finding.text.startswith("capture takes at most 3.0 GiB of memory for each of 1 writing processes")
+    assert "GPU" not in finding.text
+    assert finding.level == "warning", "3 GiB and 4 to spare are more than 6"
+    [finding] = checks_host.check_capture_memory(replace(asked, servers=[replace(on_cpu, args=[])])).findings
+    assert "2.0 GiB of pinned memory" in finding.text
+    assert "1.0 GiB of its GPU" in finding.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ from fleetdump.agent.protocol import (
     StatusResult,
     StopArgs,
     StopResult,
+    UnlockArgs,
+    UnlockResult,
 )
 from fleetdump.errors import LockedError, UsageError
 from fleetdump.fleet import ConnectOptions, Host, connect
@@ -46,15 +49,19 @@ def change(host: Host) -> CleanResult:
     return host.call(CleanArgs(runs=["none"]), CleanResult, verb="clean")
 
 
+def never(text: str) -> None:
+    raise AssertionError(text)
+
+
 def holder(host: Host) -> str:
     return host.call(AuditArgs(), AuditResult, verb="audit").holder
 
 
 def test_a_held_host_is_its_holders_until_the_end(local_host: Host, other: Host) -> None:
-    with held(local_host, "deploy", 120):
+    with held(local_host, "deploy", 120, never):
         with pytest.raises(LockedError, match=r"tester@here runs deploy there since .* \(pid \d+\)"):
             change(other)
-        with pytest.raises(LockedError), held(other, "deploy", 60):
+        with pytest.raises(LockedError), held(other, "deploy", 60, never):
             raise AssertionError("two hold it")
         assert "tester@here runs deploy" in holder(other)
         change(local_host)
@@ -64,13 +71,24 @@ def test_a_held_host_is_its_holders_until_the_end(local_host: Host, other: Host)
     assert holder(local_host) == ""
 
 
+def test_a_holder_whose_hold_is_taken_away_is_told(local_host: Host, other: Host) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    with held(local_host, "deploy", 120, told.put):
+        assert other.call(UnlockArgs(force=True), UnlockResult, verb="unlock").state == "removed"
+        text = told.get(timeout=60)
+        change(other)
+        change(local_host)
+    assert "no longer held for deploy (unlock --force took it away)" in text
+    assert told.empty()
+
+
 _CONTROLLER = """
 import sys, time
 from fleetdump.fleet import ConnectOptions, connect
 from fleetdump.fleet.lease import held
 from fleetdump.inventory import HostConfig
 config = HostConfig("here", "localhost", connection="local", state_dir=sys.argv[1], agent_python="python3")
-with connect(config, ConnectOptions(operator="tester@here")) as host, held(host, "deploy", 600):
+with connect(config, ConnectOptions(operator="tester@here")) as host, held(host, "deploy", 600, print):
     print("held", flush=True)
     time.sleep(600)
 """

@@ -466,3 +466,13 @@ def test_absent_and_broken_servers_are_told(tmp_path: Path) -> None:
     found = monitor.monitor(MonitorArgs(["bad", "none"], until=0.1, interval=0.1), ctx).servers
     assert [(one.server, one.state) for one in found] == [("bad", "broken"), ("none", "absent")]
     assert [fault.code for fault in found[0].faults] == ["broken"]
+
+
+def test_a_host_without_servers_is_told_once_and_again_when_the_last_has_gone(tmp_path: Path) -> None:
+    told = io.BytesIO()
+    ctx = AgentContext(Request("monitor", {}, deadline=60), State(tmp_path), stdin=io.BytesIO(), stdout=told)
+    looking = monitor.HostMonitor(MonitorArgs(), ctx)
+    for servers in ([], [], [Vitals("main", "ready")], [], []):
+        looking.tell(servers)
+    events = [json.loads(line)["event"] for line in told.getvalue().splitlines() if line.startswith(b"{")]
+    assert events == ["empty", "vitals", "empty"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from fleetdump.agent.protocol import (
     ServerState,
     to_json,
 )
+from fleetdump.cli import _preflight
+from fleetdump.cli._fleet import FleetOptions
 from fleetdump.dataset.intake import DataSet, take_in
 from fleetdump.dataset.rows import BrokenRow
-from fleetdump.errors import UsageError
+from fleetdump.errors import FleetdumpError, UsageError
 from fleetdump.inventory import HostConfig
 from fleetdump.ledger import Ledger, Planned
 from fleetdump.tasks.plan import (
@@ -242,3 +245,24 @@ def test_every_rejected_row_has_its_line_and_reason(tmp_path: Path) -> None:
         {"v": 1, "line": 2, "id": "", "reason": "bad_json", "detail": "no JSON: x"},
         {"v": 1, "line": 3, "id": "c", "reason": "too_long", "detail": "5 tokens: limit 4"},
     ]
+
+
+def test_the_wait_for_the_tokeniser_is_announced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the host is asked: its answer takes half a minute."""
+    error = FleetdumpError("cannot tokenise")
+    said = []
+
+    def ask(_options: object, configs: Sequence[HostConfig], *_: object) -> dict[str, tuple[None, FleetdumpError]]:
+        said.append(capsys.readouterr().err)
+        return {config.name: (None, error) for config in configs}
+
+    monkeypatch.setattr(_preflight, "ask", ask)
+    options = FleetOptions(Path("inventory.yaml"), (), (), False, False, False, 1)
+    host = HostConfig("lab", "lab")
+    with pytest.raises(FleetdumpError):
+        _preflight.look_at(options, [host])
+    with pytest.raises(FleetdumpError):
+        _preflight.preview_on(options, host, take_in([(1, Row("a", text="x"))]), ["a"], Limits(0, False))
+    assert said == ["looking at 1 host\n", "tokenising 1 row on lab\n"]

@@ -51,6 +51,17 @@ def by_key(result: ProbeResult) -> dict[str, Finding]:
     return {finding.key: finding for finding in result.findings}
 
 
+def test_an_interpreter_that_is_not_there_is_one_blocker_and_nothing_else_suffers(
+    server: ServerSpec, tmp_path: Path
+) -> None:
+    server.python = str(tmp_path / "nowhere" / "python")
+    result = probe(ProbeArgs([server], spec(), str(tmp_path), 0, [1]), context(tmp_path))
+    (blocker,) = [finding for finding in result.findings if finding.level == "blocker"]
+    assert server.python in blocker.text
+    assert blocker.fix
+    assert "could not be checked" not in " ".join(finding.text for finding in result.findings)
+
+
 def test_a_good_host_has_no_blocker(server: ServerSpec, tmp_path: Path) -> None:
     args = ProbeArgs([server], spec(), str(tmp_path / "not" / "yet"), 1000, [1, 6], measure_writes=True)
 
@@ -274,10 +285,11 @@ A_TOKEN = 3 * 8 * 2 + 5
     ("tokens", "there", "levels", "words"),
     [
         (0, {}, ["ok"], f"room for {(100 << 30) / A_TOKEN / 1e6:.1f} M tokens of {A_TOKEN} bytes"),
-        (10**9, {}, ["ok"], "about 49.4 GiB are needed for 1000.00 M tokens"),
+        (10**9, {}, ["ok"], "about 49.4 GiB are needed for roughly 1000.00 M tokens"),
         (2 * 10**9, {}, ["warning"], "about 98.7 GiB are needed"),
         (3 * 10**9, {}, ["blocker"], "about 148.1 GiB are needed"),
         (0, {"free_bytes": 1 << 20}, ["blocker"], "1 MiB free"),
+        (33_658, {}, ["ok"], f"2 MiB are needed for roughly 33,658 tokens of {A_TOKEN} bytes, 64 MiB at least"),
         (0, {"free_inodes": 9000}, ["warning"], "only 9000 inodes"),
         (10**9, {"free_inodes": 30}, ["blocker"], "up to 39 files"),
         (0, {"free_inodes": -1}, ["ok"], "xfs"),
@@ -329,6 +341,24 @@ def test_a_slow_disk_is_told_with_what_it_will_cost(
     (found,) = checks_disk.check_writes(disk_args(server, tmp_path, tokens=10**10)).findings
     assert found.level == level
     assert "take" in found.text.partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        (33_658, "take less than a second"),
+        (10**8, "take 53 s at least"),
+        (10**9, "take 9 min at least"),
+        (10**10, "take 1.5 h at least"),
+    ],
+)
+def test_the_time_that_writing_takes_has_its_own_unit(
+    tokens: int, told: str, server: ServerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks_disk.host, "disk", lambda use, path: facts())
+    monkeypatch.setattr(checks_disk, "measure_writes", lambda folder: (100 * 10**6, 1.0))
+    (found,) = checks_disk.check_writes(disk_args(server, tmp_path, tokens=tokens)).findings
+    assert found.text.endswith(told)
 
 
 def test_a_folder_that_may_not_be_written_is_not_timed(server: ServerSpec, monkeypatch: pytest.MonkeyPatch) -> None:

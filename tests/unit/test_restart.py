@@ -81,6 +81,23 @@ def test_a_dead_server_without_secrets_comes_back(server: ServerSpec, ctx: Agent
     assert again(ctx) != first
 
 
+@pytest.mark.parametrize("log", ["", "/", "elsewhere/server.log"])
+def test_a_record_that_names_no_log_of_ours_does_not_keep_a_server_down(
+    server: ServerSpec, ctx: AgentContext, tmp_path: Path, log: str
+) -> None:
+    launch(LaunchArgs(server, capture=CaptureSpec([1], str(tmp_path / "hs"))), ctx)
+    listening(ctx)
+    stop(StopArgs(["main"]), ctx)
+    record = load_record(ctx.state, "main")
+    assert record is not None
+    save_record(ctx.state, replace(record, log=log))
+    pid = again(ctx)
+    fresh = load_record(ctx.state, "main")
+    assert fresh is not None
+    assert fresh.log == record.log
+    assert environ(pid)["FLEETDUMP_TAP_CONFIG"] == str(ctx.state.root / "servers/main/tap.json")
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [({"env": {"HF_TOKEN": "hf_abcdefghijklmn"}}, "HF_TOKEN"), ({"args": ["--api-key", "s3cret"]}, "secret argument")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -207,8 +208,13 @@ def folder_of(*names: str) -> Callable[[Path], None]:
     return make
 
 
-def splits(folder: Path) -> None:
-    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+def saved_splits(names: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "dataset_dict.json").write_text(f'{{"splits": {names}}}') and None
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    """Nobody writes to it: whoever opens it to read waits for ever."""
+    return lambda folder: os.mkfifo(folder / name)
 
 
 def state(**content: Any) -> Callable[[Path], None]:
@@ -219,13 +225,26 @@ def state(**content: Any) -> Callable[[Path], None]:
     ("make", "fragment", "step"),
     [
         (folder_of(), "holds no data set", "name a file"),
-        (splits, "several splits", "set/train"),
+        (saved_splits('["train", "test"]'), "several splits", "set/train"),
         (folder_of("train-0.parquet", "train-1.parquet", "test-0.parquet"), "mixes files", "name one file"),
         (state(_data_files=[{"filename": "gone.arrow"}]), "not complete", "complete copy"),
         (state(_data_files=[]), "not complete", "complete copy"),
         (state(_data_files=[{"filename": "../other.arrow"}]), "not complete", "complete copy"),
         (state(_indices_files=[{"filename": "indices.arrow"}]), "index of its rows", "flatten_indices"),
         (lambda folder: (folder / "state.json").write_text("{") and None, "cannot be read", "undamaged"),
+        (lambda folder: (folder / "state.json").write_text("[" * 100_000) and None, "cannot be read", "undamaged"),
+        (lambda folder: (folder / "state.json").write_text("[5]") and None, "no JSON object", "undamaged"),
+        *(
+            (state(_data_files=wrong), "_data_files is no list", "undamaged")
+            for wrong in (5, "x.arrow", {"a": 1}, True)
+        ),
+        (saved_splits("5"), "splits is no list", "undamaged"),
+        (saved_splits('{"train": 1}'), "splits is no list", "undamaged"),
+        (pipe("x.parquet"), "this is no file", "name the file"),
+        (pipe("x.arrow"), "this is no file", "name the file"),
+        (pipe("state.json"), "this is no file", "name the file"),
+        (pipe("dataset_dict.json"), "this is no file", "name the file"),
+        (lambda folder: (folder / "x.parquet").mkdir(), "this is no file", "name the file"),
     ],
 )
 def test_a_folder_that_is_not_clear_is_refused(
@@ -243,6 +262,35 @@ def test_columns_that_nobody_knows_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="its columns are prompt, answer") as caught:
         read_rows(parquet(tmp_path, [{"prompt": "x", "answer": "y"}]))
     assert "rename" in caught.value.next_step
+
+
+def test_a_column_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    table = pa.table([["a"], ["b"], [1], [2]], names=["text", "text", "score", "score"])
+    stream, parquet_file = tmp_path / "twice.arrow", tmp_path / "twice.parquet"
+    with pa.ipc.new_stream(stream, table.schema) as out:
+        out.write_table(table)
+    pq.write_table(table, parquet_file)
+    for path in (stream, parquet_file):
+        with pytest.raises(UsageError, match="more than one column text") as caught:
+            list(read_rows(path))
+        assert "drop all but one" in caught.value.next_step
+    only = pa.table([["a"], [1], [2]], names=["text", "score", "score"])
+    pq.write_table(only, parquet_file)
+    assert len(list(read_rows(parquet_file))) == 1, "what is not read may be there twice"
+
+
+def test_a_value_that_python_cannot_hold_is_a_broken_row(tmp_path: Path) -> None:
+    pair = pa.StructArray.from_arrays([pa.array(["user"]), pa.array(["tool"])], names=["role", "role"])
+    messages = pa.ListArray.from_arrays([0, 1], pair)
+    far = pa.array([2**62], pa.timestamp("s"))
+    path = tmp_path / "rows.arrow"
+    for column, value in (("messages", messages), ("text", far)):
+        table = pa.table([value], names=[column])
+        with pa.ipc.new_stream(path, table.schema) as out:
+            out.write_table(table)
+        (row,) = read_rows(path)
+        assert isinstance(row, BrokenRow)
+        assert row.reason == "not_json"
 
 
 @pytest.mark.parametrize("write", [parquet, arrow_file, arrow_stream, zst])

@@ -34,7 +34,7 @@ from fleetdump.agent.protocol import (
     StatusArgs,
     StopArgs,
 )
-from fleetdump.agent.server import living, load_record, load_records, save_record, server_state
+from fleetdump.agent.server import ServerRecord, living, load_record, load_records, save_record, server_state
 from fleetdump.agent.share import DriverRecord
 from fleetdump.agent.status import logs, status
 from fleetdump.agent.stop import stop
@@ -465,6 +465,35 @@ def test_logs_tail(ctx: AgentContext, text: bytes, lines: int, tail: list[str], 
     result = logs(LogsArgs("main", lines), ctx)
 
     assert (result.tail, result.lines) == (tail, total)
+
+
+def test_each_state_of_a_progress_bar_is_a_line_however_the_log_is_asked_for(ctx: AgentContext) -> None:
+    text = b"[2026-11-30 00:00:00] Load weight begin.\r\nshards: 0%\rshards: 50%\rshards: 100%\n"
+    expected = ["[2026-11-30 00:00:00] Load weight begin.", "shards: 0%", "shards: 50%", "shards: 100%"]
+    path = write_log(ctx, text)
+    assert logs(LogsArgs("main", 9), ctx).tail == expected
+    assert logs(LogsArgs("main", 9, rank=0), ctx).tail == expected
+    seen: list[str] = []
+    ctx.emit = lambda event, **fields: seen.append(fields["line"])  # type: ignore[method-assign]
+    thread = threading.Thread(target=logs, args=(LogsArgs("main", 1, follow=True), ctx))
+    thread.start()
+    wait_for(lambda: seen == expected[-1:], 60.0)
+    time.sleep(0.3)
+    with path.open("ab") as log:
+        log.write(text)
+    wait_for(lambda: seen[1:] == expected, 60.0)
+    ctx.deadline = time.monotonic()
+    thread.join()
+
+
+def test_a_rank_that_the_server_has_not_is_said(ctx: AgentContext) -> None:
+    write_log(ctx, b"x\n")
+    record = ServerRecord("main", 1, 1, "l", 1, "127.0.0.1", "python3", "/m", 2, [], [], "", "i", 0.0, ranks=2)
+    save_record(ctx.state, record)
+    with pytest.raises(AgentFailure, match="server main has no rank 3") as caught:
+        logs(LogsArgs("main", rank=3), ctx)
+    assert "ranks 0 to 1" in caught.value.error.why
+    assert logs(LogsArgs("main", rank=1), ctx).tail == []
 
 
 def test_logs_of_an_unknown_server(ctx: AgentContext) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fleetdump.agent.context import State
 from fleetdump.agent.jsonl import encode_line
 from fleetdump.agent.protocol import (
     CaptureSpec,
@@ -23,16 +26,20 @@ from fleetdump.agent.protocol import (
     StatusArgs,
     StatusResult,
 )
+from fleetdump.agent.server import ServerRecord, save_record
 from fleetdump.agent.share import Share, ShareSpec
-from fleetdump.errors import FleetdumpError, HostError, UsageError
+from fleetdump.errors import ExitCode, FleetdumpError, HostError, UsageError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig
 from fleetdump.ledger import Ledger
 from fleetdump.tasks.clean import CleanPlan, clean
 from fleetdump.tasks.deploy import DeployPlan, deploy
 from fleetdump.tasks.patches import dry_run
+from fleetdump.tasks.restart import exit_code, restart
 from fleetdump.tasks.revert import revert
 from fleetdump.tasks.server import LogView, Target, diagnose_host, logs, status, stop
+from fleetdump.tasks.verify import verify
+from fleetdump.tasks.watch import WatchPlan, watch
 from tests.unit.engineinstall import Install, install, runnable, spec
 from tests.unit.manifests import manifest_line, text_of
 
@@ -116,6 +123,48 @@ def test_a_name_that_nobody_knows_is_wrong_usage(host: Host) -> None:
     with pytest.raises(UsageError, match="'mian'; did you mean 'main'"):
         stop(host, ["mian"], ignore)
     assert stop(host, ["main"], ignore).absent == ["main"]
+    looks: list[Callable[[], object]] = [
+        lambda: logs(host, LogView("mian"), ignore),
+        lambda: watch(host, WatchPlan(("main", "mian"), seconds=1), ignore),
+        lambda: diagnose_host(host, Target("mian", seconds=0.1)),
+    ]
+    for look in looks:
+        with pytest.raises(UsageError, match="'mian'; did you mean 'main'"):
+            look()
+
+
+def test_a_server_that_the_inventory_lost_can_be_looked_at(host: Host) -> None:
+    state = State.of(host.config.state_dir)
+    log = state.server("old") / "server.log"
+    log.write_text("last words\n")
+    save_record(state, ServerRecord("old", 1, 1, "l", 1, "127.0.0.1", "python3", "/m", 1, [], [], str(log), "i", 0.0))
+    assert logs(host, LogView("old"), ignore).tail == ["last words"]
+    (old,) = watch(host, WatchPlan(("old",), seconds=1), ignore).servers
+    assert old.server == "old"
+
+
+def test_a_restart_of_nothing_is_no_success(host: Host) -> None:
+    servers = restart(host, [], False, ignore)
+    assert (servers, exit_code(servers)) == ([], ExitCode.FAILED)
+
+
+def test_a_run_that_the_host_has_no_part_in_is_no_failure_of_the_host(host: Host) -> None:
+    assert verify(host, "none", False, ignore).runs == []
+
+
+@pytest.mark.parametrize(
+    "names", [("verify", "--run"), ("logs", "--server"), ("watch", "--server"), ("stop", "--server")]
+)
+def test_a_name_that_no_host_knows_exits_2(local_config: HostConfig, tmp_path: Path, names: tuple[str, str]) -> None:
+    inventory = tmp_path / "inventory.yaml"
+    defaults = {"connection": "local", "state_dir": local_config.state_dir, "agent_python": sys.executable}
+    servers = [{"name": "main", "python": sys.executable, "model_path": "/none", "port": 30000}]
+    inventory.write_text(json.dumps({"defaults": defaults, "hosts": {"here": {"servers": servers}}}))
+    command = [sys.executable, "-m", "fleetdump", *names, "none", "-i", str(inventory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done
+    assert "none" in done.stderr
+    assert "next:" in done.stderr
 
 
 def test_looking_at_a_server_that_was_never_launched_says_what_to_do(host: Host) -> None:

@@ -103,7 +103,7 @@ EVIL_ANSWERS: dict[str, Callable[[], None]] = {
                 "n",
                 [ServerState(EVIL, "starting", pid=4, phase=EVIL, patch_name=EVIL, detail=EVIL)],
                 [RunProgress(EVIL, EVIL, "failed", detail=EVIL)],
-                PatchState("ours", EVIL),
+                PatchState("ours", EVIL, detail=EVIL),
             )
         }
     ),
@@ -196,6 +196,12 @@ def test_findings_that_hosts_share_are_told_once(captured: Capture) -> None:
     assert "gpu[01-02,05-08]" in out.splitlines()[0], "hosts alike take one line"
 
 
+def test_what_is_well_on_one_host_has_a_line_each(captured: Capture) -> None:
+    checks.show_check({"gpu01": probe(Finding("a", "ok", "agent runs"), Finding("b", "ok", "processes may be traced"))})
+    lines = captured()[0].splitlines()
+    assert [line.split(maxsplit=1) for line in lines[1:]] == [["ok", "agent runs"], ["ok", "processes may be traced"]]
+
+
 def test_fifty_hosts_fit_a_screen(captured: Capture) -> None:
     """Figures that each host has of its own do not make findings of their own."""
     fleet = {}
@@ -265,10 +271,31 @@ def test_an_interrupt_tells_hosts_alike_once_and_nothing_of_those_that_had_ended
 def test_weights_are_told_with_their_eta_now_and_then(captured: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    lines = progress.WeightLines()
+    lines = progress.StartLines()
     tick = {"event": "tick", "server": "main", "load_bytes": 38 << 30, "load_total": 76 << 30}
     for now[0] in (0.0, 5.0, 16.0, 20.0, 32.0):
         lines.update("gpu01", {**tick, "load_rate": 1 << 30, "load_eta": 38})
         lines.update("gpu01", {"event": "tick", "server": "main", "phase": "jit"})
     _, err = captured()
     assert err.splitlines() == ["[gpu01] main: weights 38.0 GiB of 76.0 GiB, 1.0 GiB/s, 38s left"] * 2
+
+
+def test_a_start_shows_a_sign_of_life_in_every_phase(captured: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = progress.StartLines()
+    for second in range(100):
+        now[0] = float(second)
+        phase = "imports" if second < 50 else "init"
+        if second == 50:
+            lines.update("gpu01", {"event": "phase", "server": "main", "phase": "init", "lines": 7})
+        lines.update("gpu01", {"event": "tick", "server": "main", "phase": phase, "lines": 7})
+        if second == 80:
+            lines.update("gpu01", {"event": "step", "text": "no sign of a server"})
+    now[0] = 110.0
+    lines.update("gpu01", {"event": "tick", "server": "main", "phase": "init", "lines": 9, "idle_seconds": 40.0})
+    assert captured()[1].splitlines() == [
+        "[gpu01] main: still imports, for 30s, 7 log lines",
+        "[gpu01] main: still init, for 30s, 7 log lines",
+        "[gpu01] main: still init, for 1m00s, 9 log lines; nothing moves for 40s",
+    ]

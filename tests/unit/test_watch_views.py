@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+from pathlib import Path
 
 import pytest
 
+from fleetdump.agent.patching import read_state
 from fleetdump.agent.protocol import Fault, HealthyProfile, MonitorResult, StatusResult, TapStatus, Vitals
 from fleetdump.agent.protocol import ServerState as State
 from fleetdump.errors import ExitCode
 from fleetdump.tasks.watch import exit_code, merged_profile, slow_loaders
 from fleetdump.views import status as status_view
+from fleetdump.views import watch as watch_view
+from fleetdump.views.console import SafeConsole
 from fleetdump.views.watch import WatchView, facts
 
 GB = 1e9
@@ -82,6 +87,28 @@ def test_lines_come_on_change_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(" ")[2][:9] for line in lines] == ["ready, up", "port_clos", "over: por"]
 
 
+def test_a_host_without_servers_is_told_once_it_has_been_looked_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WatchView().empty("gpu01")
+    assert capsys.readouterr().err.splitlines() == ["gpu01 nothing of ours runs there"]
+    WatchView(as_json=True).empty("gpu01")
+    assert json.loads(capsys.readouterr().out) == {"host": "gpu01", "event": "empty"}
+    terminal = SafeConsole(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr(watch_view, "err", terminal)
+    view = WatchView()
+
+    def screen() -> list[str]:
+        return [str(line) for line in view._render().renderables]
+
+    assert screen() == ["looking ..."]
+    view.empty("gpu02")
+    view.empty("gpu01")
+    assert screen() == ["gpu[01-02] nothing of ours runs there"]
+    view.update("gpu01", Vitals("main", "ready"))
+    assert [line.partition(" ")[0] for line in screen()] == ["gpu01/main", "gpu02"]
+
+
 def test_json_has_an_object_an_event(capsys: pytest.CaptureFixture[str]) -> None:
     view = WatchView(as_json=True)
     view.update("h", Vitals("main", "ready"))
@@ -107,6 +134,14 @@ def test_json_has_an_object_an_event(capsys: pytest.CaptureFixture[str]) -> None
 )
 def test_exit_codes(servers: list[Vitals], code: ExitCode) -> None:
     assert exit_code(MonitorResult(servers)) is code
+
+
+def test_status_says_why_an_engine_is_absent(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    python = str(tmp_path / "python")
+    status_view.show_statuses({"gpu01": StatusResult("gpu01", [], [], read_state(python))})
+    shown = capsys.readouterr().out
+    assert "engine absent: the server's Python interpreter does not exist" in shown
+    assert f"({python}); next: set `python` in the inventory" in shown
 
 
 def test_status_has_a_line_a_server_with_every_column(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,11 @@ from extraction import StandIn, kill_driver, manifest_of, wait_for
 
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.drive import order, start_driver
-from fleetdump.agent.protocol import AgentFailure, OrderArgs, Request, VerifyArgs, WithdrawArgs
+from fleetdump.agent.protocol import AgentFailure, HeldArgs, OrderArgs, Request, VerifyArgs, WithdrawArgs
 from fleetdump.agent.schedule import Sample, Schedule
 from fleetdump.agent.share import Share
 from fleetdump.agent.verify import verify
-from fleetdump.agent.withdraw import withdraw
+from fleetdump.agent.withdraw import held, withdraw
 from fleetdump.ledger import Ledger, Planned
 
 SECONDS = 60.0
@@ -70,12 +70,33 @@ def test_what_is_given_away_is_done_by_nobody_else_here(host: StandIn, share: Sh
     assert verify(VerifyArgs("r1"), context(host)).runs[0].is_whole
 
 
-def test_a_paused_share_gives_all_that_it_has_not_begun_and_is_done(host: StandIn, share: Share) -> None:
-    order(OrderArgs("r1", "pause"), context(host))
+def test_a_share_that_is_told_to_leave_gives_all_that_it_has_not_begun_and_is_done(host: StandIn, share: Share) -> None:
+    order(OrderArgs("r1", "pause", whole_run=False), context(host))
     away = given(host, 1_000_000)
     wait_for(lambda: share.progress().state == "done", SECONDS)
     assert sorted([*away, *(line["id"] for line in manifest_of(share))]) == sorted(SAMPLES)
     assert len(away) > 20
+
+
+@pytest.mark.parametrize("told", ["pause", "unreadable", "cancel"])
+def test_what_rests_with_the_whole_run_or_is_cancelled_is_not_given_away(
+    host: StandIn, share: Share, told: str
+) -> None:
+    if told == "unreadable":
+        share.order_file.write_text("{")
+    else:
+        order(OrderArgs("r1", told), context(host))
+    assert given(host, 1_000_000) == []
+    assert not share.request.exists(), "the driver is not even asked"
+
+
+def test_a_share_tells_what_it_was_given_and_has_still(host: StandIn, share: Share) -> None:
+    away = given(host, 200)
+    result = held(HeldArgs("r1", "main"), context(host))
+    assert sorted([*result.ids, *away]) == sorted(SAMPLES)
+    spec = share.spec()
+    assert spec is not None
+    assert result.share_sha256 == spec.share_sha256
 
 
 def test_a_share_that_is_not_here_has_nothing_to_give(host: StandIn) -> None:

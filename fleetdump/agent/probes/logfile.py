@@ -72,7 +72,7 @@ class LogReader:
             troubles=troubles,
             repeated=marks.repeated,
             repeated_line=scrub(marks.repeated_line),
-            running_requests=marks.running_requests,
+            running_requests=marks.running_requests or self._troubles.running,
             zero_statistics=self._troubles.zero_statistics,
             fallbacks=_fallbacks(marks),
             waits_for_lock=self._troubles.waits_for_lock(),

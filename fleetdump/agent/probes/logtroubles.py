@@ -50,6 +50,7 @@ _RATE = re.compile(
     r"generation throughput(?: \(token/s\))?: (?P<rate>[\d.]+)|gen throughput.{0,12}?: (?P<gen>[\d.]+)", re.I
 )
 _BUSY = re.compile(r"(?:Running|Waiting|Pending): (?P<n>\d+) req|#(?:running|queue)-req: (?P<m>\d+)", re.I)
+_RUNNING = re.compile(r"Running: (?P<n>\d+) req", re.I)
 _NCCL = re.compile(r":(?P<pid>\d+):\d+ \[(?P<gpu>\d+)\] NCCL (?P<kind>INFO|WARN) (?P<text>.*)")
 _INTERFACE = re.compile(r"(?:NET/Socket|Bootstrap) ?: Using (?:\[\d+\])?(?P<name>[^\s<]+)")
 _STAGES = (
@@ -69,6 +70,8 @@ class Troubles:
     interfaces: Dict[int, str] = field(default_factory=dict)
     last: Deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     zero_statistics: int = 0
+    running: int = 0
+    """Requests that run by the last of vLLM's statistics."""
     usage: Usage = field(default_factory=Usage)
 
     def feed(self, line: str) -> None:
@@ -97,6 +100,8 @@ class Troubles:
         rates = [float(m["rate"] or m["gen"]) for m in _RATE.finditer(line)]
         if not rates or not _STATISTICS.search(line):
             return
+        running = _RUNNING.search(line)
+        self.running = int(running["n"]) if running else self.running
         busy = any(int(m["n"] or m["m"]) for m in _BUSY.finditer(line))
         self.zero_statistics = self.zero_statistics + 1 if busy and not any(rates) else 0
 

@@ -34,12 +34,14 @@ def files_of(folder: Path) -> list[Path]:
     """The data files of a data set on disk, in order: what ``save_to_disk`` lists in state.json, else all Parquet or
     Arrow files of the folder. Raises ``UsageError`` when it is not clear which they are."""
     if (folder / "dataset_dict.json").exists():
-        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        splits = _list(folder / "dataset_dict.json", "splits")
         named = ", ".join(str(folder / str(split)) for split in splits)
         raise UsageError("the data set has several splits", str(folder), next_step=f"name one of them: {named}")
     if (folder / "state.json").exists():
-        return _listed(folder, _json(folder / "state.json"))
+        return _listed(folder)
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    for path in files:
+        _require_file(path)
     kinds = sorted({re.sub(r"[0-9]+", "*", path.name) for path in files})
     if not files:
         raise UsageError(
@@ -111,7 +113,7 @@ def _ipc(path: Path, magic: bytes) -> Batches:
     return (file.get_batch(n).select(columns) for n in range(file.num_record_batches))
 
 
-def _columns(path: Path, names: Sequence[str]) -> list[str]:
+def _columns(path: Path, names: list[str]) -> list[str]:
     known = [name for name in dict.fromkeys(names) if name in KEYS]
     if not {*known} & {"messages", "conversations", "text", "input_ids"}:
         raise UsageError(
@@ -119,6 +121,14 @@ def _columns(path: Path, names: Sequence[str]) -> list[str]:
             str(path),
             f"its columns are {', '.join(names)}",
             "rename the column that has the content",
+        )
+    twice = sorted(name for name in known if names.count(name) > 1)
+    if twice:
+        raise UsageError(
+            f"the data has more than one column {twice[0]}",
+            str(path),
+            f"its columns are {', '.join(names)}",
+            "rename or drop all but one",
         )
     return known
 
@@ -133,6 +143,8 @@ def _row(batch: Any, n: int) -> Any:
         return Broken("not_utf8", f"byte {error.start} of a text is 0x{error.object[error.start]:02x}")
     except Broken as broken:
         return broken
+    except (ValueError, OverflowError) as error:  # pyarrow: fields of one name in a struct, dates beyond Python's
+        return Broken("not_json", str(error)[:300])
 
 
 def _value(name: str, value: Any) -> Any:
@@ -161,7 +173,8 @@ def _plain(name: str, value: Any) -> Any:
     raise Broken("not_json", f"{name} has a value of type {type(value).__name__}")
 
 
-def _listed(folder: Path, state: dict[str, Any]) -> list[Path]:
+def _listed(folder: Path) -> list[Path]:
+    state = _json(folder / "state.json")
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise UsageError(
             "the data set was saved with an index of its rows",
@@ -169,7 +182,8 @@ def _listed(folder: Path, state: dict[str, Any]) -> list[Path]:
             "old releases of `datasets` did that after select or shuffle",
             "load it, call flatten_indices() and save_to_disk() again",
         )
-    names = [entry.get("filename") for entry in state.get("_data_files") or [] if isinstance(entry, dict)]
+    entries = _list(folder / "state.json", "_data_files")
+    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
     files = [folder / name for name in names if isinstance(name, str) and Path(name).name == name]
     missing = [path for path in files if not path.is_file()]
     if not files or missing:
@@ -179,11 +193,34 @@ def _listed(folder: Path, state: dict[str, Any]) -> list[Path]:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    _require_file(path)
     try:
         data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UsageError("the data set cannot be read", str(path), str(error), "get an undamaged copy") from None
-    return data if isinstance(data, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, str(error)) from None
+    if not isinstance(data, dict):
+        raise _unreadable(path, "it is no JSON object")
+    return data
+
+
+def _list(path: Path, key: str) -> list[Any]:
+    """The list that ``key`` has in the JSON file ``path``, empty where it is absent or null."""
+    value = _json(path).get(key) or []
+    if not isinstance(value, list):
+        raise _unreadable(path, f"{key} is no list")
+    return value
+
+
+def _unreadable(path: Path, why: str) -> UsageError:
+    return UsageError("the data set cannot be read", str(path), why, "get an undamaged copy")
+
+
+def _require_file(path: Path) -> None:
+    """A pipe or a device that is called like a file of a data set would be waited for, for ever."""
+    if path.exists() and not path.is_file():
+        raise UsageError(
+            "this is no file", str(path), "a data set is made of files", "name the file that holds the data"
+        )
 
 
 def _attempt(path: Path, action: Callable[[], Result]) -> Result:

@@ -123,7 +123,14 @@ def _odd_one(view: View) -> int | None:
             return _rank_of_count(view, lonely[0])
         if len(lonely) == 2 and len(counts) == 2 and _same_place(view):
             return _rank_of_count(view, max(mismatch.ranks, key=lambda one: one.count))
-    return None
+    return _odd_record(view.evidence.flight)
+
+
+def _odd_record(records: list[FlightRecord]) -> int | None:
+    """The one rank (of three or more) whose collective is unlike all others' at the same number."""
+    shapes = [(r.operation, tuple(r.sizes)) for r in records] if _flight_facts(records) else []
+    lonely = [r.rank for r, shape in zip(records, shapes, strict=False) if shapes.count(shape) == 1]
+    return lonely[0] if len(lonely) == 1 and len(set(shapes)) == 2 else None
 
 
 def _rank_of_count(view: View, counted: RankCount) -> int:

@@ -27,24 +27,25 @@ def out_of_memory(view: View) -> Verdict | None:
     killed = [match for line in memory.oom_lines if (match := _KILLED.search(line))]
     # A launcher that has lost its only engine before a rank named itself looks like one that has not started any.
     engines = any(m["name"].startswith(("sglang::", "VLLM::")) for m in killed)
-    alone = engines and not view.schedulers and not view.within_patience
+    alone = view.crash_is_of_a_kill or (engines and not view.schedulers and not view.within_patience)
     if not (view.gone or not view.evidence.launcher_alive or alone) or not (memory.oom_lines or kills):
         return None
     ours = [m for m in killed if m["name"].startswith(("sglang", "python", "pt_main", "VLLM", "vllm", "ray::"))]
     compilers = [m for m in killed if _COMPILER.match(m["name"])]
     others = bool(killed) and not ours and not compilers and not kills
-    explained = bool(view.evidence.log.crash) and not view.crash_is_of_a_peer and not (ours or compilers)
+    follows = view.crash_is_of_a_peer or view.crash_is_of_a_kill
+    explained = bool(view.evidence.log.crash) and not follows and not (ours or compilers)
     if others or explained:
         return None
     facts = [*memory.oom_lines[:4]]
     facts += [f"{len(compilers)} of the killed are compilers: kernels were being built"] if compilers else []
     if kills:
         facts.append(f"the server's cgroup counts {kills} out-of-memory kills")
-    rank = view.missing_ranks[0] if len(view.missing_ranks) == 1 else None
-    several = "a process of this server"
-    if view.evidence.launcher_alive and view.missing_ranks:
-        several = f"ranks {listed(map(str, view.missing_ranks))}"
-    victim = f"rank {rank}" if rank is not None else several
+    facts += [f"log, which only saw the end of it: {view.evidence.log.crash}"] if view.crash_is_of_a_kill else []
+    engine = bool(ours) and all(m["name"].startswith("VLLM::Engine") for m in ours) and view.evidence.target.ranks > 1
+    rank = view.missing_ranks[0] if len(view.missing_ranks) == 1 and not engine else None
+    fewer = not killed and kills < len(view.missing_ranks)
+    victim = "the engine core" if engine else "a process of this server" if fewer else _victim(view, rank)
     during = " while kernels were compiled" if compilers or view.compilers else ""
     return Verdict(
         "OOM_KILLED",
@@ -57,6 +58,14 @@ def out_of_memory(view: View) -> Verdict | None:
             "lower host memory use (smaller hierarchical cache, fewer parallel compilers: MAX_JOBS) and deploy again"
         ],
     )
+
+
+def _victim(view: View, rank: int | None) -> str:
+    if rank is not None:
+        return f"rank {rank}"
+    if view.evidence.launcher_alive and view.missing_ranks:
+        return f"ranks {listed(map(str, view.missing_ranks))}"
+    return "a process of this server"
 
 
 @signature(Step.PROCESSES)
@@ -77,7 +86,9 @@ def launcher_died(view: View) -> Verdict | None:
         title = f"the server died: rank {rank} {'was lost first' if lost else f'raised first, {short(log.crash)}'}"
     else:
         words = log.crash or _last_words(view)
-        title = f"the server died: {short(words)}" if words else "the server died, and its log names no reason"
+        complaint = next(iter(log.troubles.values()), "")
+        silent = f"its log complains of this: {short(complaint)}" if complaint else "and its log names no reason"
+        title = f"the server died: {short(words)}" if words else f"the server died, {silent}"
     return Verdict(
         "LAUNCHER_DIED",
         title,
@@ -122,7 +133,10 @@ def rank_crashed(view: View) -> Verdict | None:
         return None
     rank = view.crash_rank
     who = f"rank {rank}" if rank is not None else "a rank"
-    verb = "was lost" if view.crash_is_of_a_peer else f"raised {short(log.crash)}"
+    if rank is None and view.crash_is_of_a_kill:
+        who = "a process of the server"
+    killed = "was killed" if view.crash_is_of_a_kill else f"raised {short(log.crash)}"
+    verb = "was lost" if view.crash_is_of_a_peer else killed
     return Verdict(
         "RANK_CRASHED",
         f"{who} {verb}; the launcher has not ended yet, and for about a minute every request hangs",

@@ -7,11 +7,9 @@ import re
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.collectives import stands_still
 from fleetdump.diagnosis.types import DIRECT, MEASURED, PATTERN, Verdict
-from fleetdump.diagnosis.view import View
+from fleetdump.diagnosis.view import PRESSURE, View
 from fleetdump.diagnosis.words import name_of, size
 
-PRESSURE = 5.0
-"""Percent of time in which all work waited for memory."""
 LARGE = 0.5
 _LOADER = re.compile(r"safetensors|weights_iterator|load_weights|load_model|model_loader|Future\.result|weight_utils")
 _IMPORT = re.compile(r"importlib|_find_and_load|exec_module|<module>")

@@ -17,6 +17,7 @@ _LOCK_WAIT = re.compile(
 )
 _FLOCK_WCHAN = re.compile(r"locks_lock|flock_lock|posix_lock|nlm|nfs4?_.*lock|fcntl_setlk")
 _FLOCK_CALL = "73"
+_COMPILE_PHASES = ("kv_pool", "jit", "capture", "http", "warmup", "serving")
 _JIT_LINE = re.compile(r"\bJIT\b|torch_extensions|cpp_extension|[Bb]uilding (?:op|extension|kernel)|flashinfer")
 _HUB_PATH = re.compile(r"/\.locks/|/hub/|huggingface|modelscope")
 POLLS = (1.0, 60.0)
@@ -135,7 +136,7 @@ def lock_wait(view: View) -> Verdict | None:
     stacks = [s for s in view.evidence.stacks if waits_for_lock(s) and s.pid in pids]
     if calls:
         facts = [f"{name_of(p)} sleeps in {p.main.wchan if p.main else ''}, /proc/locks shows no holder" for p in calls]
-        return _waits_for(view, calls[0], "somebody who cannot be seen from here", "path unknown", MEASURED, facts)
+        return _waits_for(view, calls[0], "somebody who cannot be seen from here", _likely(view), MEASURED, facts)
     if stacks and not any(f.use == "compile" and _is_stale(view, f) for f in view.evidence.lock_files):
         process = pids[stacks[0].pid]
         file = next((f for f in view.evidence.lock_files if f.holder), None)
@@ -159,6 +160,15 @@ def _waits_for(view: View, process: ProcessFacts, holder: str, what: str, sure: 
             "keep compile caches on a local disk",
         ],
     )
+
+
+def _likely(view: View) -> str:
+    """The lock that is waited for, where there is only one to choose from."""
+    files = [f for f in view.evidence.lock_files if f.use == ("compile" if view.phase in _COMPILE_PHASES else "hub")]
+    if len(files) != 1:
+        return "path unknown"
+    where = f" on {files[0].fstype}" if files[0].fstype else ""
+    return f"probably {files[0].path}{where}, the only lock file in its caches"
 
 
 def _polls(process: ProcessFacts) -> bool:

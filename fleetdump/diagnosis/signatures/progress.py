@@ -9,8 +9,8 @@ from fleetdump.diagnosis.types import MEASURED, PATTERN, WAIT, Verdict
 from fleetdump.diagnosis.view import LOAD_RATE, View
 from fleetdump.diagnosis.words import size
 
-TRICKLE_FAULTS = 5.0
-"""Major page faults a second that show a mapped file being read, however slowly."""
+PAGE = 4096
+"""Bytes that a major page fault brings at least."""
 _LOADER = re.compile(r"load_weights|load_model|weights_iterator|safetensors|default_loader")
 _NETWORK = re.compile(r"nfs|lustre|fuse|ceph|gpfs|cifs|9p|virtiofs|beegfs")
 
@@ -20,21 +20,19 @@ def loading(view: View) -> Verdict | None:
     """Bytes of the weights arrive."""
     if not _loads(view):
         return None
-    disk = sum(p.read_bytes_delta for p in view.schedulers) / max(view.evidence.seconds, 0.001)
-    source = "disk" if disk > view.read_rate / 2 else "the page cache"
+    rate, source = _rate(view)
     facts = [f"{p.label} read {size(max(p.rchar_delta, p.read_bytes_delta))}" for p in view.schedulers]
     faults = sum(p.majflt_delta for p in view.schedulers)
     if faults:
         facts.append(f"{faults} major page faults: the files are mapped, so random reads set the pace")
-    remote = sorted({d.fstype for d in view.evidence.disks if d.use == "model" and _NETWORK.search(d.fstype)})
-    facts += [f"the model lies on {', '.join(remote)}"] if remote else []
+    facts += [f"the model lies on {remote}"] if (remote := _remote(view)) else []
     if view.bar:
         facts.append(f"progress bar: {view.bar}")
     full = view.bar_is_full
     bar = ", its bar is full and reading goes on" if full else f", {view.bar}" if view.bar else ""
     return Verdict(
         "LOADING_SLOW",
-        f"the weights are loading at {size(view.read_rate)}/s from {source}{bar}",
+        f"the weights are loading at {rate} from {source}{bar}",
         MEASURED,
         WAIT,
         view.phase,
@@ -46,12 +44,34 @@ def loading(view: View) -> Verdict | None:
     )
 
 
+def _rate(view: View) -> tuple[str, str]:
+    """How fast, and from where. What is mapped from most network file systems is counted nowhere but in faults and in
+    the memory that they fill."""
+    seconds, ranks = max(view.evidence.seconds, 0.001), view.schedulers
+    disk = sum(p.read_bytes_delta for p in ranks) / seconds
+    remote = _remote(view)
+    if view.read_rate < LOAD_RATE and any(map(view.pages_in, ranks)):
+        grown = sum(max(0, p.rss_delta) for p in ranks) / seconds
+        least = sum(p.majflt_delta for p in ranks) * PAGE / seconds
+        told = max(grown, least, view.read_rate)
+        more = " or more" if least >= grown else ""
+        return f"{size(told)}/s{more}", f"mapped files{f' on {remote}' if remote else ''}"
+    if disk > view.read_rate / 2:
+        return f"{size(view.read_rate)}/s", "disk"
+    return f"{size(view.read_rate)}/s", f"{remote} or its page cache" if remote else "the page cache"
+
+
+def _remote(view: View) -> str:
+    """Kinds of network file system that the model lies on."""
+    return ", ".join(sorted({d.fstype for d in view.evidence.disks if d.use == "model" and _NETWORK.search(d.fstype)}))
+
+
 def _loads(view: View) -> bool:
     """Weights are read. After the last mark of the weights only bytes from a disk count: what else would be read
     then is little and cached."""
     seconds = max(view.evidence.seconds, 0.001)
     disk = sum(p.read_bytes_delta for p in view.schedulers) / seconds
-    mapped = sum(p.majflt_delta for p in view.schedulers) / seconds >= TRICKLE_FAULTS and disk > 0
+    mapped = any(map(view.pages_in, view.schedulers))
     if not view.starting or view.port_open:
         return False
     if view.phase == "weights" or (view.is_vllm and not view.evidence.log.ranks and _at_weights(view)):
@@ -62,7 +82,7 @@ def _loads(view: View) -> bool:
 def _at_weights(view: View) -> bool:
     """A log without marks of ranks: their stacks, or the kind of file system that the pages come from, say it."""
     loads = any(_LOADER.search(frame) for stack in view.evidence.stacks for frame in stack.frames)
-    return loads or any(d.use == "model" and _NETWORK.search(d.fstype) for d in view.evidence.disks)
+    return loads or bool(_remote(view))
 
 
 @signature(Step.PROGRESS)

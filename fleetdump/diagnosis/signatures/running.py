@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.signatures.collectives import diverged, other_host_behind, ras_facts
+from fleetdump.diagnosis.signatures.collectives import diverged, kernel_spin, other_host_behind, ras_facts
 from fleetdump.diagnosis.signatures.compiling import compiles, compiling_stacks
 from fleetdump.diagnosis.suspect import Suspect, collective_of, stack_facts, suspect
 from fleetdump.diagnosis.types import DIRECT, MEASURED, OK, PATTERN, WAIT, Verdict
 from fleetdump.diagnosis.view import View
-from fleetdump.diagnosis.words import name_of
+from fleetdump.diagnosis.words import asked, name_of
 
 FEW_CPU = 0.2
 BUSY_SWITCHES = 100.0
@@ -44,9 +44,9 @@ def _work_facts(view: View) -> list[str]:
 
 @signature(Step.ANSWERING)
 def busy(view: View) -> Verdict | None:
-    """``/health`` fails or is slow, but batches move."""
+    """``/health`` or a request fails or is slow, but batches move."""
     health = view.answer("/health")
-    working = view.progress if view.gpus_work and view.complete else []
+    working = view.progress if (view.gpus_work or view.failed_requests) and view.complete else []
     if not view.port_open or view.healthy or view.gone or view.starved or not (view.forwards or working):
         return None
     answer = f"{health.status or health.error} in {health.seconds:.1f} s" if health else "not asked"
@@ -57,7 +57,7 @@ def busy(view: View) -> Verdict | None:
         MEASURED,
         WAIT,
         view.phase,
-        evidence=[f"GET /health: {answer}", *moved],
+        evidence=[f"GET /health: {answer}", *view.unserved, *moved],
         next_steps=["wait, or raise the client's time limit"],
     )
 
@@ -77,7 +77,7 @@ def too_early(view: View) -> Verdict | None:
         WAIT,
         view.phase,
         evidence=[
-            *(f"GET {h.path}: {h.status or h.error} in {h.seconds:.1f} s" for h in view.evidence.http),
+            *map(asked, view.evidence.http),
             f"silent for {quiet:.0f} s of the {allowed:.0f} s that a batch may take",
         ],
         next_steps=[f"ask again in {max(10.0, allowed - quiet):.0f} s"],
@@ -87,7 +87,6 @@ def too_early(view: View) -> Verdict | None:
 @signature(Step.WAITING)
 def request_stuck(view: View) -> Verdict | None:
     """The port is open, no request gets through and nothing moves: the warm-up request, or a later one, is stuck."""
-    evidence = view.evidence
     stuck = view.port_open and not view.healthy and not view.progress and not compiles(view)
     if not stuck or not view.complete or view.silent_too_short or view.grammar_stacks:
         return None
@@ -95,9 +94,10 @@ def request_stuck(view: View) -> Verdict | None:
     during = "a request" if view.was_ready else "the warm-up request"
     who = f"rank {found.rank} " if found.rank is not None else ""
     where = f": {who}{found.what}" if found.what else ", and no single rank stands out"
-    facts = [f"GET {h.path}: {h.status or h.error} in {h.seconds:.1f} s" for h in evidence.http]
+    facts = [*map(asked, view.evidence.http)]
+    facts.append(f"port {view.evidence.target.port} is open, and nothing moved in {view.evidence.seconds:.0f} s")
     stages = _stage_facts(view)
-    if view.was_ready and (diverged(view) or other_host_behind(view)):
+    if view.was_ready and (diverged(view) or other_host_behind(view) or kernel_spin(view)):
         return None  # has a verdict of its own
     code = _running_code(view, found) if view.was_ready else "WARMUP_STALL"
     if not code:

@@ -8,7 +8,7 @@ from fleetdump.agent.evidence_process import ProcessFacts
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, MEASURED, WAIT, Verdict
 from fleetdump.diagnosis.view import FEW_SWITCHES, SPIN_CPU, View, is_blocked
-from fleetdump.diagnosis.words import name_of
+from fleetdump.diagnosis.words import asked, name_of
 
 _IN_EPOLL = re.compile(r"ep_poll|epoll")
 _IN_POLL = re.compile(r"(?<!e)poll_schedule_timeout|\bdo_(?:sys_)?poll")
@@ -55,7 +55,7 @@ def api_loop(view: View) -> Verdict | None:
     facts = [
         f"{name_of(busy)} main thread: {busy.main.cpu:.0%} of a core, {busy.main.voluntary:.0f} switches a second"
         + (f", asleep in {busy.main.wchan}" if is_blocked(busy) else ""),
-        *(f"GET {h.path}: {h.status or h.error} in {h.seconds:.1f} s" for h in view.evidence.http),
+        *map(asked, view.evidence.http),
         *(f"{p.label} polls for requests" for p in idle),
     ]
     facts += [f"it is at {stack.frames[0]}"] if stack and stack.frames else []

@@ -230,6 +230,17 @@ def test_statistics_of_zero_count_from_the_last_token_on() -> None:
     assert troubles.zero_statistics == 0
 
 
+def test_requests_that_run_by_the_last_statistics() -> None:
+    troubles = Troubles()
+    line = "Engine 000: Avg prompt throughput: 9.5 tokens/s, Avg generation throughput: 8.1 tokens/s, Running: {} reqs"
+    for count in (7, 3):
+        troubles.feed(line.format(count))
+    troubles.feed("Running: 12 reqs, says somebody without a rate")
+    assert troubles.running == 3
+    troubles.feed(line.format(0))
+    assert troubles.running == 0
+
+
 def test_a_lock_that_is_waited_for_again_and_again() -> None:
     troubles = Troubles()
     for _ in range(2):

@@ -1,0 +1,50 @@
+"""What the hosts know of a run before this machine hands anything out: whether it was cancelled, and which samples
+another controller has moved. The hosts know it best: this machine may have been away, or be new to the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fleetdump.agent.formats import server_of
+from fleetdump.agent.protocol import CANCEL, HeldArgs, HeldResult, RunProgress, StatusArgs, StatusResult
+from fleetdump.errors import UsageError
+from fleetdump.fleet import Host
+from fleetdump.ledger import Ledger
+
+
+def shares_on(host: Host, run: str) -> list[RunProgress]:
+    """The shares of ``run`` that the host has, as they are now."""
+    return [share for share in host.call(StatusArgs(), StatusResult, verb="status").shares if share.run == run]
+
+
+def survey(host: Host, run: str, ledger: Ledger) -> list[RunProgress]:
+    """``shares_on``; and what the host took over at the word of another controller becomes its own in our ledger too,
+    so that it is not given to somebody else once more."""
+    shares = shares_on(host, run)
+    name = host.config.name
+    for share in shares:
+        if server_of(share.server) == share.server or ledger.share_sha256(name, share.server):
+            continue  # as planned, or moved by ourselves
+        held = host.call(HeldArgs(run, share.server), HeldResult, verb="held")
+        ledger.move(held.ids, name, share.server, held.share_sha256)
+        ledger.meet_share(name, share.server, share.share_id)
+    return shares
+
+
+def require_not_cancelled(run: str, shares: Mapping[str, Sequence[RunProgress]]) -> None:
+    """Raise ``UsageError`` when hosts were told that the whole run is cancelled: others that were not reached then must
+    not take it up."""
+    told = sorted(host for host, states in shares.items() if any(is_cancelled(share) for share in states))
+    if told:
+        raise UsageError(
+            f"run {run} was cancelled",
+            ", ".join(told),
+            "a cancelled run is not taken up again",
+            f"fleetdump cancel --run {run} ends it on hosts that could not be reached; fleetdump collect brings what "
+            "is done; for the rest use another --run name",
+        )
+
+
+def is_cancelled(share: RunProgress) -> bool:
+    """Whether the whole run was cancelled, as this share's host was told."""
+    return share.order == CANCEL and share.whole_run
