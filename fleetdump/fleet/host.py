@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 CALLS_AT_ONCE = 9
-"""OpenSSH allows ten sessions on one connection (MaxSessions); a deploy of eight servers needs one each, and one for its
-lease."""
+"""OpenSSH allows ten sessions on one connection (MaxSessions): eight servers that are watched need one each, and the
+lease of their deploy one."""
 
 
 @dataclass(frozen=True)
