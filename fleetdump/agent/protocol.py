@@ -1403,6 +1403,7 @@ VERBS = (
     "submit",
     "order",
     "withdraw",
+    "held",
     "follow",
     "manifest",
     "verify",
