@@ -132,7 +132,8 @@ def _drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: R
         knows_all = _look_around(options, hosts, run_name, ledger)
         _announce(plan)
         with_shares = {host for host, _ in plan.shares}
-        balancer = Balancer(run_name, ledger, lambda ids: Share(rows.lines(ids)), with_shares, knows_all)
+        unclaimed = set(with_shares) if plan.resumed else set()
+        balancer = Balancer(run_name, ledger, lambda ids: Share(rows.lines(ids)), with_shares, unclaimed, knows_all)
         # A host without a share joins the run, when somebody watches: it takes over from the others.
         taking_part = [host for host in hosts if host.name in with_shares or (host.servers and not run.detach)]
 

@@ -88,19 +88,23 @@ class Known:
 @dataclass
 class Balancer:
     """Moves samples between the shares of one run; used by the threads of all hosts. ``share_of`` makes a share of ids,
-    ``pending`` are hosts that have shares and have not said yet how much is left of them. ``knows_all``: every host has
-    told which samples it has; otherwise what was given away earlier may be in the hands of one that has not."""
+    ``pending`` are hosts that have shares and have not said yet how much is left of them, ``unclaimed`` those that were
+    not asked yet what they gave away to nobody. ``knows_all``: every host has told which samples it has; otherwise what
+    was given away earlier may be in the hands of one that has not."""
 
     run: str
     ledger: Ledger
     share_of: Callable[[Sequence[str]], Share]
     pending: set[str] = field(default_factory=set)
+    unclaimed: set[str] = field(default_factory=set)
     knows_all: bool = True
     least_seconds: float = LEAST_SECONDS
     _began: float = field(default_factory=time.monotonic)
     _asked: dict[Target, float] = field(default_factory=dict)
     _known: dict[Target, Known] = field(default_factory=dict)
     _best_rate: dict[str, float] = field(default_factory=dict)
+    _homeless: list[tuple[Target, list[str]]] = field(default_factory=list)
+    """Samples that leaving hosts gave away to nobody, with the share that had them."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, host: Host, progress: RunProgress) -> None:
@@ -113,6 +117,7 @@ class Balancer:
     def forget(self, name: str) -> None:
         """That host has ended, or could not be reached: nothing can be asked of it."""
         self.pending.discard(name)
+        self.unclaimed.discard(name)
         for target in [target for target in self._known if target[0] == name]:
             del self._known[target]
 
@@ -123,32 +128,49 @@ class Balancer:
             with self._lock:
                 others = self._busy_beside(host)
                 victims = [known for known in others if self._may_give(known)]
-                if victims and not any(known.run_rests for known in others):
+                if (victims or self._homeless) and not any(known.run_rests for known in others):
                     # The host is done, and so no longer followed: it may have been told something since.
                     told = [share for share in shares_on(host, self.run) if share.order]
                     if any(not share.whole_run for share in told):
                         return None
-                    plans = (self._take_over(host, known) for known in ([] if told else victims))
-                    plan = next((plan for plan in plans if plan is not None), None)
+                    plan = None if told else self._next_plan(host, victims)
                     if plan is not None:
                         return plan
-            if not others and not (self.pending and time.monotonic() - self._began < JOIN_SECONDS):
+            waits = self.pending or self.unclaimed
+            if not others and not (waits and time.monotonic() - self._began < JOIN_SECONDS):
                 return None
             time.sleep(LOOK_SECONDS)
 
+    def _next_plan(self, host: Host, victims: Sequence[Known]) -> RunPlan | None:
+        while self._homeless:
+            target, given = self._homeless.pop()
+            ids = self.ledger.still_home(given, *target)
+            if ids:
+                return self._move(ids, host, self._server(host))
+        return next((plan for plan in (self._take_over(host, known) for known in victims) if plan is not None), None)
+
     def reclaim(self, host: Host, shares: Sequence[str]) -> RunPlan | None:
-        """What the host's shares gave away to a controller that died before it gave them on: the host's own again."""
-        if not self.knows_all:
-            return None
-        with self._lock:
-            for share in shares:
-                known = self._known.get((host.config.name, share))
-                if known is not None and known.progress.order == CANCEL:
-                    continue
-                given = host.call(WithdrawArgs(self.run, share, 0), WithdrawResult, verb="withdraw")
-                ids = self.ledger.still_home(given.ids, host.config.name, share)
-                if ids:
-                    return self._move(ids, host, server_of(share))
+        """What the host's shares gave away to a controller that died before it gave them on: the host's own again; or,
+        when the host was told to leave, that of the next one that asks for work."""
+        try:
+            with self._lock:
+                return self._reclaim(host, shares) if self.knows_all else None
+        finally:
+            self.unclaimed.discard(host.config.name)
+
+    def _reclaim(self, host: Host, shares: Sequence[str]) -> RunPlan | None:
+        leaves = any(share.order and not share.whole_run for share in shares_on(host, self.run))
+        for share in shares:
+            target = host.config.name, share
+            known = self._known.get(target)
+            if known is not None and known.progress.order == CANCEL:
+                continue
+            given = host.call(WithdrawArgs(self.run, share, 0), WithdrawResult, verb="withdraw")
+            ids = self.ledger.still_home(given.ids, *target)
+            if ids and leaves:
+                self._homeless.append((target, ids))
+            elif ids:
+                return self._move(ids, host, server_of(share))
         return None
 
     def _busy_beside(self, host: Host) -> list[Known]:

@@ -143,6 +143,21 @@ def test_what_was_given_away_to_nobody_is_given_on_only_when_every_host_has_told
     assert taken(balancer.reclaim(slow.host, ["main"])) == [("slow", "main.1")]
 
 
+def test_what_a_leaving_host_gave_to_nobody_goes_to_another_whenever_that_asks(balancer: Balancer) -> None:
+    """The controller died between taking it and giving it on: the leaving host's share is done then, and rests."""
+    slow, fast = Answering("slow", [done("pause")], given=SLOW), Answering("fast", [done()])
+    balancer.unclaimed.add("slow")
+    balancer.note(slow.host, done("pause"))
+    with pytest.raises(Waited):
+        balancer.wait_for_work(fast.host)
+    assert balancer.reclaim(slow.host, ["main"]) is None
+    assert balancer.wait_for_work(slow.host) is None
+    balancer.forget("slow")
+    assert taken(balancer.wait_for_work(fast.host)) == [("fast", "main.1")]
+    assert balancer.wait_for_work(fast.host) is None
+    assert [balancer.ledger.homes()[name] for name in SLOW] == [("fast", "main.1")] * 2
+
+
 def test_a_run_whose_shares_are_done_already_is_not_waited_for(
     balancer: Balancer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
