@@ -96,12 +96,17 @@ def no_other_models(packages: Path, architecture: str) -> dict[str, str]:
     return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(others)}
 
 
+GRPC_OFFSET = 10_000
+
+
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A loopback port that nobody listens on now; some releases take the one 10,000 above it for gRPC, which must exist."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port + GRPC_OFFSET < 1 << 16:
+            return port
 
 
 def server_argv(env: SglangEnv, port: int, tp: int = 1, extra_args: Sequence[str] = ()) -> list[str]:
