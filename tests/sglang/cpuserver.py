@@ -100,7 +100,7 @@ GRPC_OFFSET = 10_000
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now; some releases take the one 10,000 above it for gRPC, which must exist."""
+    """A loopback port that nobody listens on now; some releases take the one 10,000 above it for gRPC."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
