@@ -95,12 +95,12 @@ class Command:
         return f"{self._out.read_text(errors='replace')[-3000:]}\nlog: {self._err}"
 
     def record(self) -> dict[str, Any]:
-        """The one host's JSON record."""
-        lines = [line for line in self._out.read_text().splitlines() if line.strip()]
-        if len(lines) != 1:
-            raise StoryError(f"expected one JSON line, got {len(lines)}\n{self.output()}")
-        record: dict[str, Any] = json.loads(lines[0])
-        return record
+        """The one host's JSON record; ``collect`` adds one of the whole run."""
+        lines = [json.loads(line) for line in self._out.read_text().splitlines() if line.strip()]
+        records: list[dict[str, Any]] = [line for line in lines if "host" in line]
+        if len(records) != 1:
+            raise StoryError(f"expected one host's JSON record, got {len(records)}\n{self.output()}")
+        return records[0]
 
     def _show(self, stream: IO[str]) -> None:
         with self._err.open("w") as log, stream:
