@@ -9,12 +9,12 @@ from fleetdump.agent import procfs
 from fleetdump.agent.context import State
 from fleetdump.agent.findings import Checked
 from fleetdump.agent.neighbours import describe_port_owner
+from fleetdump.agent.probes.net import ANY_ADDRESS
 from fleetdump.agent.protocol import Finding, ServerSpec
 from fleetdump.agent.scrub import proxy_address
 from fleetdump.agent.server import living, readable_records
 
 PROXIES = ("http_proxy", "all_proxy")
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # noqa: S104 (nothing listens there)
 """Where SGLang sends its warm-up when it listens on all addresses."""
 
 

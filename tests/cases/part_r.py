@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cases import tree as t
+from cases.sampletext import SERVING, TWO_LOADED, VLLM_LOADING
 from cases.table import DEAD, HANGS, HEALTHY, case
 from fleetdump.agent.evidence_engine import (
     PortFacts,
@@ -14,25 +15,6 @@ from fleetdump.agent.evidence_process import (
     Stack,
 )
 from fleetdump.agent.evidence_types import Evidence
-
-TWO_LOADED = "".join(
-    f"[2026-05-01 10:00:{10 + n} TP{n}] Init torch distributed begin.\n"
-    f"[2026-05-01 10:00:{20 + n} TP{n}] Init torch distributed ends. mem usage=0.9 GB\n"
-    f"[2026-05-01 10:00:{30 + n} TP{n}] Load weight begin. avail mem=140.1 GB\n"
-    f"[2026-05-01 10:03:{10 + n} TP{n}] Load weight end. type=Qwen3MoeForCausalLM, "
-    f"dtype=torch.bfloat16, mem usage=61.0 GB.\n"
-    for n in range(2)
-)
-VLLM_LOADING = """INFO 05-01 10:00:01 [api_server.py:1800] vLLM API server version 0.11.0
-INFO 05-01 10:00:20 [core.py:80] Initializing a V1 LLM engine (v0.11.0) with config: model='/models/x'
-(VLLM::Worker_TP0 pid=1) INFO 05-01 10:00:31 [gpu_model_runner.py:2300] Starting to load model /models/x...
-Loading safetensors checkpoint shards:   0% Completed | 0/30 [00:00<?, ?it/s]
-Loading safetensors checkpoint shards:  10% Completed | 3/30 [01:10<10:30, 23.3s/it]
-"""
-SERVING = (
-    "INFO:     Uvicorn running on http://127.0.0.1:9123\n[2026-05-01 10:09:00] The server is "
-    "fired up and ready to roll!\n"
-)
 
 
 @case("R01 both siblings after", "kind of A1", first="OOM_KILLED", also="PARENT_WAITS_DEAD_RANK",

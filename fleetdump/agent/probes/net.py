@@ -19,6 +19,8 @@ from fleetdump.agent.evidence_types import Target
 from fleetdump.agent.probes.bounded import ProbeFailed
 from fleetdump.agent.scrub import scrub_argv
 
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # noqa: S104 (nothing listens there)
+"""Where a server that listens on all addresses is asked."""
 CLONE_NEWNET = 0x40000000
 ENDPOINTS = (
     (("/health",), 6.0),  # a healthy server takes 1 to 2 s: it generates a token; more on a crowded host
@@ -94,7 +96,7 @@ def status_endpoint(target: Target, pid: int, paths: Sequence[str], limit: float
 
 def get(target: Target, path: str, limit: float) -> HttpProbe:
     """One GET within ``limit`` seconds, past any proxy; the body is not kept."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(target.host, target.host)  # noqa: S104
+    host = ANY_ADDRESS.get(target.host, target.host)
     start = time.monotonic()
     connection = http.client.HTTPConnection(host, target.port, timeout=limit)
     status, error = 0, ""
