@@ -2,56 +2,14 @@
 
 from __future__ import annotations
 
-from cases import (
-    part_a,
-    part_aa,
-    part_ab,
-    part_ac,
-    part_ad,
-    part_b,
-    part_c,
-    part_d,
-    part_e,
-    part_f,
-    part_g,
-    part_h,
-    part_k,
-    part_p,
-    part_q,
-    part_r,
-    part_s,
-    part_t,
-    part_u,
-    part_v,
-    part_w,
-    part_x,
-    part_y,
-    part_z,
-)
+import importlib
+import pkgutil
 
-PARTS = (
-    part_a,
-    part_aa,
-    part_ab,
-    part_ac,
-    part_ad,
-    part_b,
-    part_c,
-    part_d,
-    part_e,
-    part_f,
-    part_g,
-    part_h,
-    part_k,
-    part_p,
-    part_q,
-    part_r,
-    part_s,
-    part_t,
-    part_u,
-    part_v,
-    part_w,
-    part_x,
-    part_y,
-    part_z,
+import cases
+
+PARTS = tuple(
+    importlib.import_module(f"cases.{module.name}")
+    for module in pkgutil.iter_modules(cases.__path__)
+    if module.name.startswith("part_")
 )
+"""By name; a new file ``part_*.py`` is one of them."""
