@@ -49,12 +49,13 @@ test-nightly: setup ## the tests that repeat or take long
 test-matrix: setup ## the tap on real servers of many releases and models (MATRIX_ARGS=--quick: a few; --fresh: all again)
 	@$(BIN)/python -m tests.sglang.tensor_matrix $(MATRIX_ARGS)
 
-lint: $(STAMP) ## ruff, mypy --strict, import-linter, the agent's syntax for Python 3.8
+lint: $(STAMP) ## ruff, mypy --strict, import-linter, the agent's syntax for Python 3.8, every test can be collected
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/agent_python38.py
+	$(BIN)/python -m pytest --collect-only --quiet --quiet -p no:cacheprovider
 
 bench: setup ## one script a figure; each prints one JSON object (on a GPU: bench/h200/measure.sh)
 	@for script in agent_call watch_cost drive diagnose_cost patch_matrix "capture_overhead --device cpu"; do $(BIN)/python -m bench.$$script || exit 1; done
