@@ -28,12 +28,11 @@ def call_us(records: Sequence[Sequence[int]]) -> list[float]:
     return [median(times) / 1000 for times in zip(*[times for _, *times in records], strict=True)]
 
 
-def inert_us(calls: Sequence[float], wanted: Sequence[int], layers: int) -> float:
-    """Microseconds a forward of ``layers`` layers, from those of each call of a model with fewer: calls before the
-    layers ``wanted``, which the tap looks at twice, are there as often, all others more often."""
-    others = [us for layer, us in enumerate(calls[:-1]) if layer and layer not in wanted]
-    asked = [calls[layer] for layer in wanted if 0 < layer < len(calls) - 1]
-    return calls[0] + calls[-1] + sum(asked) + median(others) * (layers - 1 - len(asked))
+def inert_us(calls: Sequence[float], layers: int) -> float:
+    """Microseconds a forward of ``layers`` layers, from those of each call of a model with fewer: the first and the one
+    behind all layers are there once, the others, which are alike, more often."""
+    first, *others, last = calls
+    return first + last + median(others) * (layers - 1)
 
 
 def line_through(records: Sequence[Sequence[int]], groups: int = 12) -> tuple[float, float]:

@@ -92,7 +92,7 @@ class Bench:
         timer, both = figures.call_us(records[True]), figures.call_us(records[False])
         calls = [total - own for total, own in zip(both, timer, strict=True)]
         return {
-            "inert_us_per_forward": round(figures.inert_us(calls, self.settings.layers, LAYERS_OF_A_FULL_MODEL), 2),
+            "inert_us_per_forward": round(figures.inert_us(calls, LAYERS_OF_A_FULL_MODEL), 2),
             "inert_us_of_calls": [round(call, 3) for call in calls],
             "inert_forwards": len(records[False]),
         }

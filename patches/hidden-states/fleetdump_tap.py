@@ -65,10 +65,8 @@ def before_layer(
     residual: torch.Tensor | None = None,
     snapshot: Snapshot | None = None,
 ) -> None:
-    """Called before each layer. The stream is ``hidden_states + residual``, or ``snapshot(hidden_states,
-    forward_batch)`` on releases that keep the residual in ``forward_batch``."""
-    if forward_batch is _idle:
-        return
+    """Called before each layer, unless ``forward_batch`` is ``idle``. The stream is ``hidden_states + residual``, or
+    ``snapshot(hidden_states, forward_batch)`` on releases that keep the residual in ``forward_batch``."""
     tap = _tap
     if tap is not None and (forward_batch is tap.seen or tap.look(model, forward_batch)):
         slot, forward = tap.wanted.get(layer_id), tap.forward
@@ -84,12 +82,12 @@ def after_layers(
     snapshot: Snapshot | None = None,
 ) -> None:
     """Called behind the loop, before the final norm; arguments as in ``before_layer``."""
-    global _idle
-    tap, idle, _idle = _tap, _idle, None
-    if tap is None or forward_batch is idle:
+    global idle
+    tap, skipped, idle = _tap, idle, None
+    if tap is None or forward_batch is skipped:
         return
     if forward_batch is tap.seen or tap.look(model, forward_batch):
-        forward, tap.forward, tap.seen, _idle = tap.forward, None, None, None
+        forward, tap.forward, tap.seen = tap.forward, None, None
         if forward is not None:
             tap.finish(model, forward, _Stream(hidden_states, residual, snapshot))
 
@@ -182,8 +180,8 @@ class _Tap:
         """Whether something is to be captured of a forward that begins."""
         if is_compiling():
             return False
-        global _idle
-        self.seen = self.forward = _idle = None
+        global idle
+        self.seen = self.forward = idle = None
         if not self._armed:
             self._arm(model)
         try:
@@ -192,7 +190,7 @@ class _Tap:
             # Everything up to here depends on what all ranks have in common, so they all come here.
             logger.error("fleetdump-tap: %r", error)
         if self.forward is None:
-            _idle = batch
+            idle = batch
             return False
         self.seen = batch
         return True
@@ -365,6 +363,6 @@ def _load() -> _Tap | None:
 
 
 _tap = _load()
-_idle: Any = None
+idle: Any = None
 """The ForwardBatch whose loop is running, if nothing of it is captured. On a server that is not ours alone that is the
-usual case; looking here alone is what each layer of it costs."""
+usual case, so the patched line itself looks here and calls nothing."""

@@ -162,7 +162,7 @@ def forward(batch, rows=None, fused=False, stop=LAYERS, snapshot=None):
         place = {"snapshot": snapshot} if snapshot else {"residual": residual}
         if i == end:
             tap.after_layers(model, hidden, batch, **place)
-        elif i < stop:
+        elif i < stop and batch is not tap.idle:
             tap.before_layer(model, i, hidden, batch, **place)
         assert torch.equal(hidden, kept), "the tap changed what the model computes with"
 

@@ -29,7 +29,7 @@ def test_a_percentile_is_a_value_that_occurred() -> None:
 def test_calls_are_told_apart_and_scaled_to_a_full_model() -> None:
     calls = figures.call_us([[1, 9000, 100, 2000, 100, 800]] * 3)
     assert calls == [9.0, 0.1, 2.0, 0.1, 0.8]
-    assert figures.inert_us(calls, wanted=[2], layers=61) == pytest.approx(9 + 0.8 + 2 + 59 * 0.1)
+    assert figures.inert_us(calls, layers=61) == pytest.approx(9 + 0.8 + 60 * 0.1)
 
 
 def test_the_line_through_small_batches_has_a_batchs_cost_and_a_samples() -> None:
@@ -58,20 +58,27 @@ def test_every_prompt_is_one_of_its_own_and_named() -> None:
 def test_the_timer_tells_the_calls_of_a_forward_and_without_a_tap_its_own_share() -> None:
     hook = hook_module()
     tap = SimpleNamespace(
-        before_layer=lambda *_, **__: time.sleep(0.02), after_layers=lambda *_, **__: time.sleep(0.01)
+        idle=None, before_layer=lambda *_, **__: time.sleep(0.02), after_layers=lambda *_, **__: time.sleep(0.01)
     )
+    skipping = SimpleNamespace(**vars(tap))
+    skipping.before_layer = lambda model, layer, hidden, batch, **_: setattr(skipping, "idle", batch)
     records: list[list[int]] = []
-    for each in (tap, None):
+    batch = SimpleNamespace(rids=["a", "b"])
+    for each in (tap, skipping, None):
         timed = hook.Timed(each, records)
-        for layer in range(3):
-            timed.before_layer(None, layer, None, None)
-        timed.after_layers(None, None, SimpleNamespace(rids=["a", "b"]))
-    (requests, *before, last), empty = records
+        called = 0
+        for layer in range(3):  # as the patched line does
+            if batch is not timed.idle:
+                timed.before_layer(None, layer, None, batch)
+                called += 1
+        timed.after_layers(None, None, batch)
+        assert called == (3 if each is tap else 1)
+    (requests, *before, last), skipped, empty = records
     assert requests == 2
-    assert len(before) == 3
+    assert [len(record) for record in records] == [5, 5, 5]
     assert min(before) >= 20_000_000
-    assert last >= 10_000_000
-    assert max(empty[1:]) < 10_000_000
+    assert min(last, skipped[-1]) >= 10_000_000
+    assert max(*skipped[1:-1], *empty[1:]) < 10_000_000
 
 
 def test_journals_are_counted_and_finished_shards_deleted(tmp_path: Path) -> None:

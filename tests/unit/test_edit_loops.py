@@ -117,6 +117,8 @@ def edited(shape: str, source: str = "") -> str:
 class Calls:
     """Stands for fleetdump_tap: notes the stream at each call."""
 
+    idle = None
+
     def __init__(self) -> None:
         self.streams: list[tuple[Any, float]] = []
 

@@ -155,33 +155,51 @@ def forward_of(module: ModuleType, path: str, class_name: str) -> FunctionType:
 
 
 class Timed:
-    """A tap whose calls are timed. For each forward one record is added to ``records``: requests in the batch, then the
-    nanoseconds of each ``before_layer`` and, last, of ``after_layers``. Without a tap nothing is called, and the times
-    are the timer's own."""
+    """A tap whose lines are timed. For each forward one record is added to ``records``: requests in the batch, then the
+    nanoseconds of each layer's line (the look at ``idle``, and ``before_layer`` where it is called) and, last, of
+    ``after_layers``. Without a tap the calls are those of a forward in which nothing is captured, do nothing, and the
+    times are the timer's own."""
 
     def __init__(self, tap: Any, records: list[list[int]]):
-        self._before_layer = tap.before_layer if tap is not None else None
-        self._after_layers = tap.after_layers if tap is not None else None
+        self._tap = tap if tap is not None else NoTap()
         self._records = records
         self._spent: list[int] = []
+
+    @property
+    def idle(self) -> Any:
+        tap = self._tap
+        start = time.perf_counter_ns()
+        found = tap.idle
+        self._spent.append(time.perf_counter_ns() - start)
+        return found
 
     def before_layer(
         self, model: Any, layer_id: int, hidden_states: Any, forward_batch: Any, residual: Any = None
     ) -> None:
-        call = self._before_layer
+        call = self._tap.before_layer
         start = time.perf_counter_ns()
-        if call is not None:
-            call(model, layer_id, hidden_states, forward_batch, residual=residual)
-        self._spent.append(time.perf_counter_ns() - start)
+        call(model, layer_id, hidden_states, forward_batch, residual=residual)
+        self._spent[-1] += time.perf_counter_ns() - start
 
     def after_layers(self, model: Any, hidden_states: Any, forward_batch: Any, residual: Any = None) -> None:
-        call = self._after_layers
+        call = self._tap.after_layers
         start = time.perf_counter_ns()
-        if call is not None:
-            call(model, hidden_states, forward_batch, residual=residual)
+        call(model, hidden_states, forward_batch, residual=residual)
         spent = time.perf_counter_ns() - start
         self._records.append([len(getattr(forward_batch, "rids", None) or ()), *self._spent, spent])
         self._spent = []
+
+
+class NoTap:
+    """Does nothing, and is called as the tap is in a forward in which nothing is captured."""
+
+    idle: Any = None
+
+    def before_layer(self, *given: Any, **_: Any) -> None:
+        self.idle = given[3]
+
+    def after_layers(self, *_: Any, **__: Any) -> None:
+        self.idle = None
 
 
 def resident_bytes() -> int:
