@@ -23,6 +23,7 @@ _STDERR_LINES = 40
 _STDERR_CHUNK = 1 << 15
 _LOCAL_GRACE_SECONDS = 5.0
 _SESSION_SECONDS = 20.0
+_REASON_TAKEN = "Unable to open channel."
 
 
 class Process(Protocol):
@@ -126,13 +127,20 @@ class SshTransport:
         """A new session. sshd counts one that has ended until it has reaped its process, and refuses another meanwhile;
         nothing has run then, so it is asked again."""
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(paramiko.ChannelException),
+            retry=tenacity.retry_if_exception(self._is_refusal),
             stop=tenacity.stop_after_delay(_SESSION_SECONDS),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=1),
             reraise=True,
         )
         session: paramiko.Channel = attempts(self.connection.create_session)
         return session
+
+    def _is_refusal(self, error: BaseException) -> bool:
+        """paramiko keeps the reason of a refusal once a connection: with several threads another one may have taken it,
+        and a bare ``SSHException`` is what is left."""
+        if isinstance(error, paramiko.ChannelException):
+            return True
+        return type(error) is paramiko.SSHException and str(error) == _REASON_TAKEN and self.is_alive()
 
     def is_alive(self) -> bool:
         return bool(self.connection.is_connected)

@@ -297,7 +297,7 @@ def test_another_operator_holds_the_lock(fresh_fleet: Fleet) -> None:
 
 def test_stop_of_a_server_that_is_not_there(fleet: Fleet) -> None:
     refused(fleet, ("stop", "--server", "mian"), USAGE, "'mian'", "main")
-    refused(fleet, ("logs", "--server", "mian"), FAILED, "mian", "servers of ours on this host: none")
+    refused(fleet, ("logs", "--server", "mian"), USAGE, "'mian'", "main")
     refused(fleet, ("logs",), FAILED, "fleetdump deploy")
     refused(fleet, ("diagnose",), FAILED, "fleetdump deploy")
 
