@@ -1,4 +1,7 @@
-"""A real SGLang of two ranks, launched and watched: healthy start, idle, busy, hung in a request, and a dead rank."""
+"""A real SGLang of two ranks, launched and watched: healthy start, idle, busy, hung in a request, and a dead rank.
+
+``make test-nightly`` starts it 50 times more and records what the watch said in bench/results/healthy_starts.json.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -34,19 +39,23 @@ from tests.unit.engineinstall import context, wait_for
 from tests.unit.test_monitor import Watch
 
 PATIENCE = 6.0
+HEALTHY_NIGHTLY = 50
+HEALTHY_PATIENCE = 0.25
+"""Of the default patience: what is a narrow escape with that, counts as a false stall."""
+HEALTHY_RESULTS = Path(__file__).parents[2] / "bench" / "results" / "healthy_starts.json"
 
 
 class Started:
     """A server of ours, and how its start was seen."""
 
-    def __init__(self, env: SglangEnv, ctx: AgentContext) -> None:
+    def __init__(self, env: SglangEnv, ctx: AgentContext, tp: int = 2, patience: Patience | None = None) -> None:
         self.ctx = ctx
-        variables = {**env.env, **recipe.server_env(2)}
+        variables = {**env.env, **recipe.server_env(tp)}
         spec = ServerSpec(
-            "main", str(env.python), str(env.model), free_port(), tp=2, args=list(env.args), env=variables
+            "main", str(env.python), str(env.model), free_port(), tp=tp, args=list(env.args), env=variables
         )
         launched = launch(LaunchArgs(spec), ctx)
-        args = WatchArgs("main", Patience(), 2, "", launched.architecture, 400.0, 0.5, False)
+        args = WatchArgs("main", patience or Patience(), tp, "", launched.architecture, 400.0, 0.5, False)
         self.seen: WatchResult = watch(args, context_of(ctx))
 
     @property
@@ -132,3 +141,30 @@ def test_a_rank_that_hangs_in_a_request_and_one_that_dies(server: Started, live:
     assert f"scheduler TP1 (pid {victim})" in text
     wait_for(lambda: not procfs.is_alive(server.record.pid), 200.0)
     assert "the launcher is gone" in live.fault("died")
+
+
+@pytest.mark.nightly
+def test_no_false_stall_in_fifty_real_starts(sglang_installed: SglangEnv, tmp_path: Path) -> None:
+    """One and two ranks by turns; the first starts have no profile that would stretch their patience."""
+    patience = Patience(**{phase: seconds * HEALTHY_PATIENCE for phase, seconds in asdict(Patience()).items()})
+    ctx = context(tmp_path, deadline=600.0)
+    wrong, seconds, loads = [], [], []
+    for number in range(HEALTHY_NIGHTLY):
+        try:
+            seen = Started(sglang_installed, context_of(ctx), 1 + number % 2, patience).seen
+        finally:
+            stop(StopArgs(grace=20.0), context_of(ctx))
+        seconds.append(seen.seconds)
+        loads.append(os.getloadavg()[0])
+        if seen.outcome != "ready":
+            wrong.append(f"start {number}: {seen.outcome} in {seen.phase}: {seen.detail}")
+    record = {
+        "at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "load": {"min": round(min(loads), 1), "max": round(max(loads), 1)},
+        "starts": HEALTHY_NIGHTLY,
+        "patience": asdict(patience),
+        "seconds": {"min": round(min(seconds), 1), "max": round(max(seconds), 1)},
+        "wrong": wrong,
+    }
+    HEALTHY_RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    assert not wrong
