@@ -5,17 +5,24 @@ from __future__ import annotations
 import ipaddress
 import os
 
-from fleetdump.agent import procfs
+from fleetdump.agent import engine, procfs
 from fleetdump.agent.context import State
+from fleetdump.agent.edit import release_within
 from fleetdump.agent.findings import Checked
+from fleetdump.agent.launchplan import environment_of
 from fleetdump.agent.neighbours import describe_port_owner
 from fleetdump.agent.probes.net import ANY_ADDRESS
-from fleetdump.agent.protocol import Finding, ServerSpec
+from fleetdump.agent.protocol import AgentFailure, Finding, ServerSpec
 from fleetdump.agent.scrub import proxy_address
 from fleetdump.agent.server import living, readable_records
 
 PROXIES = ("http_proxy", "all_proxy")
 """Where SGLang sends its warm-up when it listens on all addresses."""
+GRPC_PORT = "SGLANG_GRPC_PORT"
+GRPC_RELEASES = ("0.5.11", "0.5.15")
+"""First and last that want a valid port for gRPC even where nobody asked for gRPC; the others refuse no HTTP port."""
+GRPC_OFFSET = 10000
+LAST_PORT = 65535
 
 
 def check_port(server: ServerSpec, state: State) -> Checked:
@@ -31,6 +38,30 @@ def check_port(server: ServerSpec, state: State) -> Checked:
             return Checked([Finding("port", "warning", text, "fleetdump deploy --replace stops it first")])
     text = f"port {server.port} is taken: {describe_port_owner(owner)}"
     return Checked([Finding("port", "blocker", text, "stop that process, or choose another `port` in the inventory")])
+
+
+def check_grpc_port(server: ServerSpec) -> Checked:
+    """A port whose gRPC neighbour (10000 above it, unless the environment names another) is none ends these releases
+    at once."""
+    env = environment_of(server)
+    given = env.get(GRPC_PORT, "")
+    port = int(given) if given.isdigit() else server.port + GRPC_OFFSET
+    if 1 <= port <= LAST_PORT:
+        return Checked([])
+    try:
+        release = engine.query(server.python, env=env).release
+    except AgentFailure:
+        return Checked([])  # check_engine says it
+    if not release_within(release, *GRPC_RELEASES):
+        return Checked([])
+    source = f"{GRPC_PORT} of its environment" if given else f"port {server.port} + {GRPC_OFFSET}"
+    text = f"server {server.name} would end at its start: sglang {release} takes {source} for gRPC, which is {port}"
+    if given:
+        fix = f"give {GRPC_PORT} a free port of 1 to {LAST_PORT} in the server's `env`, or leave it out"
+    else:
+        highest = LAST_PORT - GRPC_OFFSET
+        fix = f"choose a `port` of at most {highest}, or add {GRPC_PORT}: {highest} to the server's `env`"
+    return Checked([Finding("port", "blocker", text, fix)])
 
 
 def check_proxy(server: ServerSpec) -> Checked:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import shutil
 from pathlib import Path
 from typing import List, Set
 
@@ -16,10 +15,11 @@ from fleetdump.agent.jsonl import open_journal, read_lines
 from fleetdump.agent.launch import made_dirs
 from fleetdump.agent.ownership import OwnFiles, holds_files, knows_run, own_files, rank_files
 from fleetdump.agent.protocol import AgentFailure, CleanArgs, CleanResult
+from fleetdump.agent.removal import Removal
 from fleetdump.agent.server import living, load_records
 from fleetdump.agent.share import Share, runs_of, shares_of
-from fleetdump.agent.status import tree_bytes
 
+WHILE_PATCHED = " (a patch is in it: fleetdump revert comes first)"
 UNKNOWN_RUN = "no run of this state directory, it may be another's; to remove it by hand when nobody needs it"
 
 
@@ -28,8 +28,8 @@ def clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
     still have shards are kept, with their state. No server lives by then, so drivers have nothing to do and are ended.
     Raises ``AgentFailure`` conflict while a server of ours lives, a patch of ours is applied or, with ``args.data`` and
     outside of ``args.discard``, a sample exists here alone."""
-    if args.dry_run:
-        return _listed(args, ctx)
+    if args.dry_run:  # whether it may go is only decided when it is to
+        return _clean(args, ctx, Removal(dry_run=True))
     _refuse_living(ctx)
     if not args.runs:
         _refuse_patched(args, ctx)
@@ -37,44 +37,23 @@ def clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
     with contextlib.ExitStack() as claims:
         _stop_drivers(args, ctx, claims)
         _refuse_uncollected(args, ctx)  # and again, now that nobody can commit
-        return _clean(args, ctx)
+        return _clean(args, ctx, Removal())
 
 
-def _listed(args: CleanArgs, ctx: AgentContext) -> CleanResult:
-    """What is ours here. Whether it may go is only decided when it is to."""
-    result = CleanResult()
-    for directory in _capture_dirs(args, ctx):
-        folders = sorted(directory.iterdir()) if directory.is_dir() else []
-        for folder in folders:
-            if folder.is_symlink() or not folder.is_dir() or (args.runs and folder.name not in args.runs):
-                continue
-            paths = own_files(ctx.state, folder).paths if knows_run(ctx.state, folder.name) else []
-            if paths and not args.data:
-                result.kept.append(f"{folder} ({len(paths)} files; --data removes them)")
-            elif paths:
-                result.removed.append(f"{folder} ({len(paths)} files)")
-                result.freed_bytes += sum(path.lstat().st_size for path in paths)
-    wanted = [ctx.state.root / "runs" / run for run in _runs(ctx, args.runs)] if args.runs else [ctx.state.root]
-    for path in wanted:
-        result.removed.append(str(path))
-        result.freed_bytes += tree_bytes(path)
-    return result
-
-
-def _clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
-    result = CleanResult()
+def _clean(args: CleanArgs, ctx: AgentContext, removal: Removal) -> CleanResult:
+    result = removal.result
     kept_runs: Set[str] = set()
     for directory in _capture_dirs(args, ctx):
-        kept_runs |= _clean_capture(directory, args, ctx, result)
+        kept_runs |= _clean_capture(directory, args, ctx, removal)
     for run in _runs(ctx, args.runs):
         if run in kept_runs:
             result.kept.append(str(ctx.state.root / "runs" / run))
         else:
-            _remove_tree(ctx.state.root / "runs" / run, result)
+            removal.tree(ctx.state.root / "runs" / run)
     if not args.runs:
-        _clean_engines(args, result)
-        _remove_made_dirs(ctx, result)
-        _clean_state(ctx, result, keep_runs=bool(kept_runs))
+        _clean_engines(args, removal)
+        _remove_made_dirs(ctx, removal)
+        _clean_state(ctx, removal, keep_runs=bool(kept_runs))
     return result
 
 
@@ -164,11 +143,11 @@ def _runs(ctx: AgentContext, wanted: List[str]) -> List[str]:
     return [name for name in names if not wanted or name in wanted]
 
 
-def _clean_capture(directory: Path, args: CleanArgs, ctx: AgentContext, result: CleanResult) -> Set[str]:
+def _clean_capture(directory: Path, args: CleanArgs, ctx: AgentContext, removal: Removal) -> Set[str]:
     """Take our files out of the run folders in a capture directory, never through a link; returns the runs that stay:
     they have shards and ``args.data`` is not set, or a living process writes them. What other hosts, operators and
     state directories have in the same capture directory is not touched."""
-    kept = set()
+    kept, result = set(), removal.result
     for folder in sorted(directory.iterdir()) if directory.is_dir() else []:
         if folder.is_symlink() or not folder.is_dir() or (args.runs and folder.name not in args.runs):
             continue
@@ -179,67 +158,44 @@ def _clean_capture(directory: Path, args: CleanArgs, ctx: AgentContext, result: 
         ours = own_files(ctx.state, folder)
         if ours and not args.data and not folder.name.startswith(SELFCHECK_PREFIX):
             kept.add(folder.name)
-            result.kept.append(str(folder))
+            result.kept.append(f"{folder} ({len(ours.paths)} files; --data removes them)")
             continue
-        living = _remove_files(folder, ours, result)
+        living = _remove_files(folder, ours, removal)
         if folder.name.startswith(SELFCHECK_PREFIX):
-            living += _remove_ranks(folder / RANKS_FOLDER, result)
+            living += _remove_ranks(folder / RANKS_FOLDER, removal)
         if living:
             kept.add(folder.name)
             result.kept.append(f"{folder} (still written by living processes: {', '.join(living)})")
-        elif not _remove_empty(folder, result):
+        elif not removal.empty(folder):
             result.kept.append(f"{folder} (it holds files that are not of this host's runs)")
     return kept
 
 
-def _remove_files(folder: Path, ours: OwnFiles, result: CleanResult) -> List[str]:
-    """Remove them but for those of writers that live, which are returned: a writer holds its journal's lock."""
+def _remove_files(folder: Path, ours: OwnFiles, removal: Removal) -> List[str]:
+    """Remove them but for those of writers that live, which are returned: a writer holds its journal's lock. A list is
+    made before servers are stopped: it takes none from a writer that is about to."""
     living = []
     for writer, paths in ours.of_writers.items():
         with contextlib.ExitStack() as held:
-            if (folder / writer.journal).exists():
+            if (folder / writer.journal).exists() and not removal.dry_run:
                 journal = open_journal(folder / writer.journal)
                 if journal is None:
                     living.append(str(writer))
                     continue
                 held.enter_context(journal)
-            _unlink(paths, result)
+            removal.files(paths)
     if not living:
-        _unlink(ours.others, result)
+        removal.files(ours.others)
     return living
 
 
-def _remove_ranks(folder: Path, result: CleanResult) -> List[str]:
-    living = _remove_files(folder, rank_files(folder), result)
-    with contextlib.suppress(OSError):  # there are none, or they are still written
-        folder.rmdir()
+def _remove_ranks(folder: Path, removal: Removal) -> List[str]:
+    living = _remove_files(folder, rank_files(folder), removal)
+    removal.empty(folder)  # there is none, or they are still written
     return living
 
 
-def _unlink(paths: List[Path], result: CleanResult) -> None:
-    for path in paths:
-        result.freed_bytes += path.lstat().st_size
-        path.unlink()
-
-
-def _remove_tree(path: Path, result: CleanResult) -> None:
-    if not path.exists() or path.is_symlink():
-        return
-    result.freed_bytes += tree_bytes(path)
-    shutil.rmtree(str(path))
-    result.removed.append(str(path))
-
-
-def _remove_empty(path: Path, result: CleanResult) -> bool:
-    try:
-        path.rmdir()
-    except OSError:
-        return False
-    result.removed.append(str(path))
-    return True
-
-
-def _clean_engines(args: CleanArgs, result: CleanResult) -> None:
+def _clean_engines(args: CleanArgs, removal: Removal) -> None:
     """Our folder beside a package goes once no record is in it; taking and releasing its lock removes it. One that
     another host is using, or that may not be removed, is kept."""
     for interpreter in args.interpreters:
@@ -249,6 +205,11 @@ def _clean_engines(args: CleanArgs, result: CleanResult) -> None:
             continue  # no engine there any more
         folder = site / patchrecord.FOLDER
         if not folder.is_dir():
+            continue
+        result = removal.result
+        if removal.dry_run:
+            patched = (folder / "record.json").exists()
+            (result.kept if patched else result.removed).append(f"{folder}{WHILE_PATCHED if patched else ''}")
             continue
         why = "a patch of another host or operator is in it"
         try:
@@ -262,28 +223,24 @@ def _clean_engines(args: CleanArgs, result: CleanResult) -> None:
             result.removed.append(str(folder))
 
 
-def _remove_made_dirs(ctx: AgentContext, result: CleanResult) -> None:
+def _remove_made_dirs(ctx: AgentContext, removal: Removal) -> None:
     """Folders that a launch made on the way to its capture directory, where nothing is in them any more."""
     for directory in sorted(made_dirs(ctx.state), key=len, reverse=True):
-        _remove_empty(Path(directory), result)
+        removal.empty(Path(directory))
 
 
-def _clean_state(ctx: AgentContext, result: CleanResult, keep_runs: bool) -> None:
+def _clean_state(ctx: AgentContext, removal: Removal, keep_runs: bool) -> None:
     """The state directory; the lock that we hold and the bundle that we run from go last."""
     root = ctx.state.root
-    result.freed_bytes += tree_bytes(root)
     for entry in sorted(root.iterdir() if root.is_dir() else []):
         if entry.name in ("agent", "lock") or (keep_runs and entry.name in ("runs", "made_dirs.json")):
             continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(str(entry))
-        else:
-            entry.unlink()
-        result.removed.append(str(entry))
+        removal.tree(entry)
     if keep_runs:
         return
     for name in ("agent", "lock"):
-        shutil.rmtree(str(root / name), ignore_errors=True)
-    _remove_empty(root, result)
-    with contextlib.suppress(OSError):
-        root.parent.rmdir()
+        removal.quietly(root / name)
+    removal.empty(root)
+    if not removal.dry_run:
+        with contextlib.suppress(OSError):
+            root.parent.rmdir()

@@ -17,13 +17,15 @@ from fleetdump.agent.context import State
 from fleetdump.agent.formats import FORMAT_VERSION
 from fleetdump.agent.jsonl import append_lines, open_journal
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
-from fleetdump.agent.protocol import AgentFailure, HealthyProfile
+from fleetdump.agent.protocol import AgentFailure, HealthyProfile, merged_profile
 from fleetdump.agent.records import UNREADABLE, decode
 from fleetdump.agent.server import ServerRecord
 
 FILE = "healthy.jsonl"
 REMEMBERED = 20
 """Latest starts of a kind that make its profile."""
+KINDS = 20
+"""Latest kinds that a host tells others of."""
 LOCK_SECONDS = 2.0
 _PLACE_OPTIONS = ("--port", "--host", "--model-path", "--model", "--tokenizer-path", "--nccl-port", "--dist-init-addr")
 """Options that say where a server is, not how it starts."""
@@ -88,12 +90,32 @@ def remember(state: State, start: HealthyStart) -> bool:
 
 def profile(state: State, key: str) -> Optional[HealthyProfile]:
     """What the latest starts of this kind took; None when there was none. Lines that cannot be read do not count."""
-    starts = [start for start in _starts(state.root / FILE) if start.key == key][-REMEMBERED:]
+    return _profile([start for start in _starts(state.root / FILE) if start.key == key])
+
+
+def on_all_hosts(state: State, key: str, others: Sequence[HealthyProfile]) -> Optional[HealthyProfile]:
+    """``profile`` together with those of ``others`` that are of this kind: what other hosts know."""
+    own = profile(state, key)
+    alike = [other for other in others if other.key == key]
+    return merged_profile([own, *alike] if own else alike)
+
+
+def profiles(state: State) -> List[HealthyProfile]:
+    """The profile of each kind of which a start is remembered, the latest ``KINDS``, the newest last."""
+    kinds: Dict[str, List[HealthyStart]] = {}
+    for start in _starts(state.root / FILE):
+        kinds[start.key] = [*kinds.pop(start.key, []), start]
+    found = [_profile(starts) for starts in list(kinds.values())[-KINDS:]]
+    return [one for one in found if one is not None]
+
+
+def _profile(starts: List[HealthyStart]) -> Optional[HealthyProfile]:
+    starts = starts[-REMEMBERED:]
     if not starts:
         return None
     phases = sorted({phase for start in starts for phase in start.phase_seconds})
     return HealthyProfile(
-        key=key,
+        key=starts[-1].key,
         starts=len(starts),
         lines_min=min(start.lines for start in starts),
         lines_max=max(start.lines for start in starts),

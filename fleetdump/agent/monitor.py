@@ -152,6 +152,7 @@ class ServerMonitor:
         self._meter = LoadMeter(model_bytes(record.model_path))
         self._kind = ""
         self._healthy: Optional[HealthyProfile] = None
+        self._others = args.healthy
         self._tracker = ProgressTracker(args.patience or Patience(), gap_limit=max(5.0, 3 * args.interval))
         target = Target(record.pid, record.start_time, port=record.port, host=record.host)
         self._health = HealthWatch(target)
@@ -220,8 +221,8 @@ class ServerMonitor:
         """Learn what healthy starts of this kind took, once the watch of the start has said which kind it is."""
         if kind != self._kind:
             self._kind = kind
-            self._healthy = healthy.profile(self._ctx.state, kind)
-            self._tracker.healthy = self._healthy.phase_seconds if self._healthy else None
+            self._healthy = healthy.on_all_hosts(self._ctx.state, kind, self._others)
+            self._tracker.healthy = self._healthy.longest if self._healthy else None
 
     def _count(self, now: float, forwards: int, busy: bool) -> None:
         """Keep the time of the last forward and how long the slowest of the recent ones took."""

@@ -8,7 +8,16 @@ import time
 from functools import partial
 from typing import Callable, List, NamedTuple
 
-from fleetdump.agent import checks, checks_disk, checks_forward, checks_gpu, checks_host, checks_model, checks_net
+from fleetdump.agent import (
+    checks,
+    checks_disk,
+    checks_forward,
+    checks_gpu,
+    checks_host,
+    checks_model,
+    checks_net,
+    healthy,
+)
 from fleetdump.agent.context import AgentContext, machine_id
 from fleetdump.agent.findings import Checked
 from fleetdump.agent.probes.bounded import Probes
@@ -48,6 +57,7 @@ def probe(args: ProbeArgs, ctx: AgentContext) -> ProbeResult:
         for name, value in checked.facts.items():
             setattr(result, name, value)
     result.servers = server_states(ctx.state)
+    result.healthy = healthy.profiles(ctx.state)
     return result
 
 
@@ -67,6 +77,7 @@ def questions_for(args: ProbeArgs, ctx: AgentContext) -> List[Question]:
             questions.append(Question("forward", 20.0, partial(checks_forward.check_forward, server, args)))
         questions.append(Question("model", 20.0, partial(checks_model.check_model, server, args.layers)))
         questions.append(Question("port", 10.0, partial(checks_net.check_port, server, ctx.state)))
+        questions.append(Question("port", 20.0, partial(checks_net.check_grpc_port, server)))
         questions.append(Question("proxy", 5.0, partial(checks_net.check_proxy, server)))
     if args.capture_dir:
         questions.append(Question("disk", 10.0, partial(checks_disk.check_disk, args)))

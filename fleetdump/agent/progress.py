@@ -1,6 +1,6 @@
 """Does a server move? From a series of samples to progress, idle time and the word "stalled". Pure.
 
-Progress is what a hung server cannot fake: bytes read, memory that grows, page faults served from a disk, a new marker
+Progress is what a hung server cannot fake: bytes read, memory that grows, page faults that read a file, a new marker
 or log line, a compiler that uses CPU, a forward. CPU time of the server's own processes is never progress (hung
 schedulers spin and idle ones poll), nor is anything written (threads wake each other through event descriptors).
 """
@@ -30,6 +30,10 @@ class Rates:
     rss_bytes: float = 1 << 20
     gpu_bytes: float = 4 << 20
     majflt: float = 1.0
+    """Where bytes were read too, however few."""
+    majflt_alone: float = 5.0
+    """While weights load, where no byte is counted: Lustre, NFS and FUSE serve mapped files so. Now and then any
+    process faults, for code of its own that was pushed out of memory."""
     compiler_cores: float = 0.05
 
 
@@ -88,21 +92,33 @@ def movement(before: Sample, after: Sample, rates: Rates) -> List[str]:
         known = earlier.get((process.pid, process.start_time))
         if known:
             reasons += _process_movement(known, process, seconds, rates)
+            reasons += _mapped_reads(known, process, seconds, rates, loads=after.phase == "weights")
     return reasons
 
 
+def _mapped_reads(before: ProcSample, after: ProcSample, seconds: float, rates: Rates, loads: bool) -> List[str]:
+    """Page faults of a mapped file that is read too slowly to count by its bytes, or whose bytes nobody counts."""
+    faults = (after.majflt - before.majflt) / seconds
+    read_bytes = (after.read_bytes - before.read_bytes) / seconds
+    if read_bytes >= rates.read_bytes or faults < (rates.majflt if read_bytes > 0 else rates.majflt_alone):
+        return []
+    counts = read_bytes > 0 or loads
+    return [f"{_name(after)} pages in {faults:.0f} times a second"] if counts else []
+
+
+def _name(process: ProcSample) -> str:
+    return f"{process.role} {process.rank}" if process.rank else f"{process.role} {process.pid}"
+
+
 def _process_movement(before: ProcSample, after: ProcSample, seconds: float, rates: Rates) -> List[str]:
-    who = f"{after.role} {after.rank}" if after.rank else f"{after.role} {after.pid}"
+    who = _name(after)
     rchar = (after.rchar - before.rchar) / seconds
     read_bytes = (after.read_bytes - before.read_bytes) / seconds
     rss = (after.rss_bytes - before.rss_bytes) / seconds
-    faults = (after.majflt - before.majflt) / seconds
     cores = (after.utime + after.stime - before.utime - before.stime) / TICKS_PER_SECOND / seconds
     reasons = []
     if rchar >= rates.rchar or read_bytes >= rates.read_bytes:
         reasons.append(f"{who} reads {_mib(max(rchar, read_bytes))}")
-    elif faults >= rates.majflt and read_bytes > 0:
-        reasons.append(f"{who} pages in {faults:.0f} times a second")
     if rss >= rates.rss_bytes:
         reasons.append(f"{who} grows by {_mib(rss)}")
     if after.role in COMPILER_ROLES and cores >= rates.compiler_cores:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, TypeVar, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Type, TypeVar, Union
 
 PROTOCOL_VERSION = 1
 
@@ -475,6 +475,8 @@ class ProbeResult:
     disk_free_bytes: int = 0
     servers: List[ServerState] = field(default_factory=list)
     time: float = 0.0
+    healthy: List[HealthyProfile] = field(default_factory=list)
+    """What healthy starts took here, a profile a kind, the latest last."""
 
 
 # --------------------------------------------------------------------------- patch
@@ -708,7 +710,8 @@ class SettingsResult:
 class WatchArgs:
     """Follow a server until ready, stalled, dead or ``until`` seconds have passed. On a stall the evidence is taken at
     once, before anybody can kill anything. ``expect_class``: the model class that ``Load weight end ... type=`` must
-    name; ``mark``: what each of ``ranks`` ranks must log."""
+    name; ``mark``: what each of ``ranks`` ranks must log. ``healthy``: what healthy starts took on other hosts, a
+    profile a kind; that of the server's own kind counts like those of this host."""
 
     server: str
     patience: Patience
@@ -718,6 +721,7 @@ class WatchArgs:
     until: float = 86400.0
     interval: float = 1.0
     evidence_on_stall: bool = True
+    healthy: List[HealthyProfile] = field(default_factory=list)
 
 
 @dataclass
@@ -732,6 +736,13 @@ class HealthyProfile:
     phase_seconds: Dict[str, float] = field(default_factory=dict)
     weights_gb: float = 0.0
     """What the weights took of each rank's memory."""
+    slowest: Dict[str, float] = field(default_factory=dict)
+    """Where profiles of several hosts are merged: ``phase_seconds`` of the slowest host of each phase."""
+
+    @property
+    def longest(self) -> Dict[str, float]:
+        """Seconds in each phase that a healthy start is known to take: patience is stretched by them."""
+        return self.slowest or self.phase_seconds
 
     @property
     def lines_span(self) -> str:
@@ -739,11 +750,38 @@ class HealthyProfile:
         return str(self.lines_min) if self.lines_min == self.lines_max else f"{self.lines_min} to {self.lines_max}"
 
 
+def merged_profile(profiles: Iterable[HealthyProfile]) -> Optional[HealthyProfile]:
+    """What healthy starts of one kind took on all hosts together; None without any. Means are weighed by starts."""
+    known = list(profiles)
+    if not known:
+        return None
+    starts = sum(profile.starts for profile in known)
+    phases = sorted({phase for profile in known for phase in profile.phase_seconds})
+
+    def mean(value: Callable[[HealthyProfile], float]) -> float:
+        return round(sum(value(profile) * profile.starts for profile in known) / starts, 2)
+
+    def mean_of_phase(phase: str) -> float:
+        return mean(lambda profile: profile.phase_seconds.get(phase, 0.0))
+
+    return HealthyProfile(
+        key=known[0].key,
+        starts=starts,
+        lines_min=min(profile.lines_min for profile in known),
+        lines_max=max(profile.lines_max for profile in known),
+        seconds=mean(lambda profile: profile.seconds),
+        phase_seconds={phase: mean_of_phase(phase) for phase in phases},
+        weights_gb=mean(lambda profile: profile.weights_gb),
+        slowest={phase: max(profile.longest.get(phase, 0.0) for profile in known) for phase in phases},
+    )
+
+
 @dataclass
 class WatchResult:
     """``outcome``: ready, stall, died, wrong_model (falls back to another implementation), no_mark, timeout;
     stopped and replaced: an operator did that to it, ``detail`` says who.
-    ``evidence`` is the JSON of ``evidence_types.Evidence``; ``evidence_dir`` is its folder on the host."""
+    ``evidence`` is the JSON of ``evidence_types.Evidence``; ``evidence_dir`` is its folder on the host. ``kind`` is the
+    key of the ``HealthyProfile`` that this start belongs to, ``healthy`` what those before it took, on all hosts."""
 
     outcome: str
     phase: str
@@ -756,6 +794,7 @@ class WatchResult:
     healthy: Optional[HealthyProfile] = None
     evidence: Optional[Dict[str, Any]] = None
     evidence_dir: str = ""
+    kind: str = ""
 
 
 @dataclass
@@ -829,13 +868,15 @@ class Vitals:
 @dataclass
 class MonitorArgs:
     """Follow servers of this host (all of ours when ``servers`` is empty) for ``until`` seconds, a ``vitals`` event
-    each time that one has changed. ``ready``: end as soon as each of them is ready, or has a fault."""
+    each time that one has changed. ``ready``: end as soon as each of them is ready, or has a fault. ``healthy`` as in
+    ``WatchArgs``."""
 
     servers: List[str] = field(default_factory=list)
     patience: Optional[Patience] = None
     until: float = 86400.0
     interval: float = 2.0
     ready: bool = False
+    healthy: List[HealthyProfile] = field(default_factory=list)
 
 
 @dataclass

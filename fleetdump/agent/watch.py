@@ -156,8 +156,8 @@ class Watcher:
         self._meter = LoadMeter(model_bytes(record.model_path))
         self._loading: Optional[Loading] = None
         self._engine, self._key = healthy.kind_of(record)
-        self._healthy = healthy.profile(ctx.state, self._key)
-        usual = self._healthy.phase_seconds if self._healthy else None
+        self._healthy = healthy.on_all_hosts(ctx.state, self._key, args.healthy)
+        usual = self._healthy.longest if self._healthy else None
         self._tracker = ProgressTracker(args.patience, usual, gap_limit=max(5.0, 3 * args.interval))
 
     def run(self) -> WatchResult:
@@ -263,7 +263,11 @@ class Watcher:
         if time.monotonic() - self._last_tick >= 1.0:
             self._last_tick = time.monotonic()
             fact = {"server": self._record.name, "phase": marks.phase, "lines": marks.lines}
-            self._ctx.emit("tick", **fact, idle_seconds=round(assessment.idle_seconds, 1), **self._load_facts())
+            fact.update(
+                idle_seconds=round(assessment.idle_seconds, 1),
+                usual_lines=self._healthy.lines_span if self._healthy else "",
+            )
+            self._ctx.emit("tick", **fact, **self._load_facts())
 
     def _load_facts(self) -> Dict[str, Any]:
         """What of the weights has been read, where that is what happens now."""
@@ -316,6 +320,7 @@ class Watcher:
             detail="; ".join(filter(None, [scrub(detail), "" if outcome == "ready" else self._log_trouble()])),
             log_tail=[scrub(line) for line in marks.tail],
             healthy=self._healthy,
+            kind=self._key,
         )
         if outcome == "ready":
             self._on_ready(result)

@@ -16,12 +16,14 @@ import click
 
 from fleetdump.agent.formats import SERVER_NAME
 from fleetdump.agent.protocol import to_json
+from fleetdump.cli._interrupt import end_of_work, leave
 from fleetdump.errors import ExitCode, FleetdumpError, LockedError, UnreachableError, kind_of, worst
 from fleetdump.fleet import ConnectOptions, Host, Outcome, fan_out
 from fleetdump.inventory import HostConfig, Inventory, load
 from fleetdump.tasks.rollout import ALL_AT_ONCE, Rollout
 from fleetdump.views.console import HostResult, err, print_error, print_json
 from fleetdump.views.hosts import show_alike, show_event, show_not_started, show_recap
+from fleetdump.views.interrupts import show_change_cut, show_look_cut
 from fleetdump.views.progress import StartLines
 
 T = TypeVar("T")
@@ -150,7 +152,8 @@ lock_wait_option = click.option(
 class Verb:
     """One command's run over the fleet. ``show`` prints a host's data for people when it comes, ``show_all`` what is
     to be said of all hosts at the end; ``code`` gives a host's exit code; ``data`` turns it into what ``--json`` prints
-    (the JSON of the dataclass by default)."""
+    (the JSON of the dataclass by default). ``interrupted`` says how things stand after a Ctrl-C, by the names of hosts
+    that had ended and of the others; by default whether something may have been changed on these."""
 
     name: str
     show: Callable[[str, Any], None]
@@ -160,23 +163,29 @@ class Verb:
     read_only: bool = False
     deadline: float = 600.0
     recap: bool = True
+    interrupted: Callable[[list[str], list[str]], None] | None = None
 
 
 def run(options: FleetOptions, verb: Verb, function: Callable[[Host], Any], rollout: Rollout = ALL_AT_ONCE) -> None:
     """Run ``function`` on every selected host, in the groups of ``rollout``, print each result as it comes, and exit
-    with the worst code. Ctrl-C ends what only looks without a word: nothing of it goes on."""
+    with the worst code; after Ctrl-C at once, with what ``verb.interrupted`` says."""
+    hosts = options.select(verb.read_only)
+    report = Report(options, verb)
     try:
-        code = _run(options, verb, function, rollout)
+        _run(report, function, hosts, rollout)
+        code = report.close()
     except KeyboardInterrupt:
-        if not verb.read_only:
-            raise
-        code = ExitCode.INTERRUPTED
+        end_of_work()
+        report.show_all()
+        tell = verb.interrupted or (show_look_cut if verb.read_only else functools.partial(show_change_cut, verb.name))
+        tell(report.ended, [host.name for host in hosts if host.name not in report.ended])
+        leave()
     sys.exit(code)
 
 
-def _run(options: FleetOptions, verb: Verb, function: Callable[[Host], Any], rollout: Rollout) -> ExitCode:
-    report = Report(options, verb)
-    groups = rollout.groups(options.select(verb.read_only))
+def _run(report: Report, function: Callable[[Host], Any], hosts: list[HostConfig], rollout: Rollout) -> None:
+    options, verb = report.options, report.verb
+    groups = rollout.groups(hosts)
     for number, group in enumerate(groups):
         if number and not rollout.may_go_on(report.went_well):
             report.not_started(
@@ -191,15 +200,14 @@ def _run(options: FleetOptions, verb: Verb, function: Callable[[Host], Any], rol
             options=options.connect_options(),
             on_outcome=report.add,
         )
-    return report.close()
 
 
 class Report:
     """Prints each host's outcome when it is added, and the recap when it is closed."""
 
     def __init__(self, options: FleetOptions, verb: Verb):
-        self._options = options
-        self._verb = verb
+        self.options = options
+        self.verb = verb
         self._results: list[HostResult] = []
         self._codes: list[ExitCode] = []
         self._values: dict[str, Any] = {}
@@ -208,10 +216,10 @@ class Report:
 
     def add(self, name: str, outcome: Outcome[Any]) -> None:
         """One host has ended."""
-        result, code = _judge(self._verb, name, outcome)
+        result, code = _judge(self.verb, name, outcome)
         self._results.append(result)
         self._codes.append(code)
-        if self._options.as_json:
+        if self.options.as_json:
             print_json(result)
         elif outcome.error is not None:
             alike = self._errors.setdefault(kind_of(outcome.error, name), [])
@@ -220,7 +228,12 @@ class Report:
                 print_error(outcome.error)
         else:
             self._values[name] = outcome.value
-            self._verb.show(name, outcome.value)
+            self.verb.show(name, outcome.value)
+
+    @property
+    def ended(self) -> list[str]:
+        """Hosts that have, well or not."""
+        return [result.host for result in self._results]
 
     @property
     def went_well(self) -> list[bool]:
@@ -229,30 +242,35 @@ class Report:
 
     def not_started(self, hosts: list[str], why: str) -> None:
         """Hosts whose turn never came."""
-        results = [HostResult(host, self._verb.name, "not started") for host in hosts]
+        results = [HostResult(host, self.verb.name, "not started") for host in hosts]
         self._results += results
-        for result in results if self._options.as_json else []:
+        for result in results if self.options.as_json else []:
             print_json(result)
         show_not_started(hosts, why)
 
-    def close(self) -> ExitCode:
-        """Print what is to be said of all hosts; the exit code that stands for them."""
+    def show_all(self) -> None:
+        """What is to be said of all hosts that have ended together."""
         for first, *others in self._errors.values():
             if others:
                 show_alike(first, sorted(others))
         if self._values:
-            self._verb.show_all(dict(sorted(self._values.items())))
-        if self._verb.recap:
+            self.verb.show_all(dict(sorted(self._values.items())))
+
+    def close(self) -> ExitCode:
+        """Print what is to be said of all hosts; the exit code that stands for them."""
+        self.show_all()
+        if self.verb.recap:
             show_recap(sorted(self._results, key=lambda result: result.host))
         return worst(self._codes)
 
 
-def event_printer(host: str) -> Callable[[dict[str, Any]], None]:
-    """Prints the steps of one host as they happen, on stderr, and signs of life of servers that start."""
-    starts = StartLines()
+def event_printer(host: str, starts: StartLines | None = None) -> Callable[[dict[str, Any]], None]:
+    """Prints the steps of one host as they happen, on stderr, and signs of life of servers that start. ``starts`` is
+    shared by hosts that are to be compared with each other."""
+    lines = starts or StartLines()
 
     def show(event: dict[str, Any]) -> None:
-        starts.update(host, event)
+        lines.update(host, event)
         show_event(host, event)
 
     return show

@@ -12,6 +12,7 @@ from fleetdump.tasks.clean import CleanPlan
 from fleetdump.tasks.clean import clean as clean_on
 from fleetdump.tasks.extract import require_run_name
 from fleetdump.views.console import count, out, size
+from fleetdump.views.interrupts import show_look_cut
 
 
 def _show(host: str, result: CleanResult, done: str) -> None:
@@ -50,6 +51,11 @@ def clean(options: FleetOptions, data: bool, discard: tuple[str, ...], dry_run: 
     done = "would remove" if dry_run else "removed"
     run(
         options,
-        Verb("clean", lambda host, result: _show(host, result, done), deadline=400.0),
+        Verb(
+            "clean",
+            lambda host, result: _show(host, result, done),
+            deadline=400.0,
+            interrupted=show_look_cut if dry_run else None,
+        ),
         lambda host: clean_on(host, runs_dir, plan),
     )

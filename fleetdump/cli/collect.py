@@ -11,6 +11,7 @@ import click
 
 from fleetdump.agent.protocol import to_json
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options
+from fleetdump.cli._interrupt import interruptible
 from fleetdump.errors import ExitCode, FleetdumpError, UsageError, worst
 from fleetdump.fleet import fan_out
 from fleetdump.ledger import Ledger
@@ -34,6 +35,7 @@ SHOWN = 5
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @fleet_options
+@interruptible("what was brought here is kept; the same command goes on where it was")
 def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, runs_dir: Path) -> None:
     """Pull what is new in the hosts' manifests, check every line, and merge them: each sample once.
 

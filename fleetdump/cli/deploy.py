@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -16,13 +14,16 @@ from fleetdump.errors import ExitCode
 from fleetdump.fleet import Host
 from fleetdump.patches import find_patch, load_patch
 from fleetdump.tasks.changes import HostChanges
-from fleetdump.tasks.deploy import HOLD_LIMIT, plan_only
+from fleetdump.tasks.deploy import hold_limit, plan_only
 from fleetdump.tasks.deployplan import DeployPlan, DeployReport, OnStall
 from fleetdump.tasks.fallback import deploy_or_fall_back
+from fleetdump.tasks.fleetstarts import FleetStarts, own_file
 from fleetdump.tasks.rollout import Rollout
 from fleetdump.tasks.steps import History
-from fleetdump.views.deploys import show_changes, show_host_diff, show_interrupted, show_works
+from fleetdump.views.deploys import show_changes, show_host_diff, show_works
 from fleetdump.views.hosts import show_deploy
+from fleetdump.views.interrupts import show_interrupted, show_look_cut
+from fleetdump.views.progress import StartLines
 
 NO_PATCH = "none"
 FORECAST_DEADLINE = 300.0
@@ -100,15 +101,14 @@ def deploy(
       fleetdump deploy --patch ./patches/mine --no-selfcheck
       fleetdump deploy --delivery import-hook
     """
-    plan = DeployPlan(choice.spec, replace, on_stall, not no_selfcheck, choice.delivery, force, fallbacks)
+    starts = FleetStarts(own_file())
+    plan = DeployPlan(choice.spec, replace, on_stall, not no_selfcheck, choice.delivery, force, fallbacks, starts)
     if check_only:
         _check(options, plan, with_diff)
-    history = History()
     try:
-        _deploy(options, plan, Rollout(canary, batch, max_failures), history, with_diff)
-    except KeyboardInterrupt:
-        show_interrupted(history.hosts, [host.name for host in options.select(read_only=False)])
-        _leave(ExitCode.INTERRUPTED)
+        _deploy(options, plan, Rollout(canary, batch, max_failures), with_diff)
+    finally:
+        starts.save()
 
 
 def _check(options: FleetOptions, plan: DeployPlan, with_diff: bool) -> None:
@@ -119,25 +119,35 @@ def _check(options: FleetOptions, plan: DeployPlan, with_diff: bool) -> None:
         code=lambda changes: ExitCode.FAILED if changes.conflicts else ExitCode.OK,
         data=HostChanges.summary,
         deadline=FORECAST_DEADLINE,
+        interrupted=show_look_cut,
     )
     run(options, verb, lambda host: plan_only(host, plan))
 
 
-def _deploy(options: FleetOptions, plan: DeployPlan, rollout: Rollout, history: History, with_diff: bool) -> None:
-    deadline = HOLD_LIMIT * (1 + len(plan.fallbacks))
+def _deploy(options: FleetOptions, plan: DeployPlan, rollout: Rollout, with_diff: bool) -> None:
+    history = History()
+    longest = max((hold_limit(host) for host in options.select(read_only=False)), default=0.0)
+    deadline = longest * (1 + len(plan.fallbacks))
+    starts = StartLines()
 
     def work(host: Host) -> DeployReport:
         name = host.config.name
-        report = deploy_or_fall_back(host, plan, _listener(name, history, with_diff))
-        history.of(name).ended = True
-        return report
+        return deploy_or_fall_back(host, plan, _listener(name, history, starts, with_diff))
 
-    run(options, Verb("deploy", show_deploy, show_works, DeployReport.exit_code, deadline=deadline), work, rollout)
+    verb = Verb(
+        "deploy",
+        show_deploy,
+        show_works,
+        DeployReport.exit_code,
+        deadline=deadline,
+        interrupted=lambda _ended, waiting: show_interrupted(history.hosts, waiting),
+    )
+    run(options, verb, work, rollout)
 
 
-def _listener(host: str, history: History, with_diff: bool) -> Callable[[dict[str, Any]], None]:
-    """Notes and shows the steps of one host."""
-    show = event_printer(host)
+def _listener(host: str, history: History, starts: StartLines, with_diff: bool) -> Callable[[dict[str, Any]], None]:
+    """Notes and shows the steps of one host; ``starts`` compares it with the others."""
+    show = event_printer(host, starts)
 
     def listen(event: dict[str, Any]) -> None:
         history.add(host, event)
@@ -146,11 +156,3 @@ def _listener(host: str, history: History, with_diff: bool) -> Callable[[dict[st
         show(event)
 
     return listen
-
-
-def _leave(code: ExitCode) -> None:
-    """End at once: threads that still wait for a host that is gone must not keep the terminal. The connections end
-    with this process, and the agents with their connections."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

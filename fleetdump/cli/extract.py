@@ -13,8 +13,9 @@ import click
 from fleetdump.agent.protocol import FINISHED, RunProgress
 from fleetdump.cli._data import DataOptions, data_options
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
+from fleetdump.cli._interrupt import say_and_leave
 from fleetdump.cli._preflight import look_at, preview_on
-from fleetdump.cli.runcontrol import code_of, give_order, show_shares, watch
+from fleetdump.cli.runcontrol import code_of, give_order, goes_on, show_shares, watch
 from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.errors import ExitCode, LockedError, UnreachableError
@@ -39,7 +40,7 @@ from fleetdump.tasks.rebalance import Balancer, serves
 from fleetdump.tasks.rejected import write_rejected
 from fleetdump.tasks.runlock import CONTROLLER, sole
 from fleetdump.tasks.survey import is_cancelled, require_not_cancelled, survey
-from fleetdump.views.console import err
+from fleetdump.views.console import count, err
 from fleetdump.views.progress import RunView
 
 SHOWN_BROKEN = 5
@@ -175,12 +176,15 @@ def _look_around(options: FleetOptions, hosts: list[HostConfig], run_name: str, 
 def _after_interrupt(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:
     """Ctrl-C at a terminal asks once what it was meant for; a second one, or no terminal, leaves the hosts alone."""
     if not (sys.stdin.isatty() and err.is_terminal):
-        raise KeyboardInterrupt
+        say_and_leave(goes_on(run_name))
     answers = click.Choice(["leave", "pause", "cancel"])
     text = f"The hosts go on with run {run_name}. Leave them, or pause or cancel it?"
-    what = str(click.prompt(text, type=answers, default="leave", err=True))
+    try:
+        what = str(click.prompt(text, type=answers, default="leave", err=True))
+    except click.Abort:
+        what = "leave"
     if what == "leave":
-        raise KeyboardInterrupt
+        say_and_leave(goes_on(run_name))
     return give_order(options, hosts, run_name, what)
 
 
@@ -221,7 +225,9 @@ def _attached(
 
 def _announce(plan: RunPlan) -> None:
     verb = "going on with" if plan.resumed else "starting"
-    err.print(f"{verb} run {plan.run}: {plan.samples} samples on {len(plan.shares)} server(s)", markup=False)
+    err.print(
+        f"{verb} run {plan.run}: {count(plan.samples, 'sample')} on {count(len(plan.shares), 'server')}", markup=False
+    )
 
 
 def _name_broken(broken: Sequence[BrokenRow]) -> None:

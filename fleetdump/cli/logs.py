@@ -12,6 +12,7 @@ from fleetdump.fleet.fanout import MAX_THREADS
 from fleetdump.tasks.server import FOLLOW_LIMIT, LogView
 from fleetdump.tasks.server import logs as logs_of
 from fleetdump.views.console import out
+from fleetdump.views.interrupts import show_nothing_cut
 
 
 @click.command(short_help="Last lines of a server's log; -f follows.")
@@ -44,6 +45,13 @@ def logs(options: FleetOptions, server: str, lines: int, follow: bool, rank: int
     view = LogView(server, lines, follow, -1 if rank is None else rank, phase or "")
     run(
         options,
-        Verb("logs", show, read_only=True, deadline=FOLLOW_LIMIT + 60, recap=False),
+        Verb(
+            "logs",
+            show,
+            read_only=True,
+            deadline=FOLLOW_LIMIT + 60,
+            recap=False,
+            interrupted=show_nothing_cut if follow else None,
+        ),
         lambda host: logs_of(host, view, lambda line: print_line(host.config.name, line)),
     )

@@ -8,6 +8,7 @@ import sys
 import click
 
 from fleetdump import __version__
+from fleetdump.cli._interrupt import NOTHING, say_and_leave
 from fleetdump.cli.audit import audit
 from fleetdump.cli.check import check
 from fleetdump.cli.clean import clean
@@ -29,7 +30,7 @@ from fleetdump.cli.unlock import unlock
 from fleetdump.cli.verify import verify
 from fleetdump.cli.watch import watch
 from fleetdump.errors import ExitCode, FleetdumpError, of_local_file
-from fleetdump.views.console import err, print_error
+from fleetdump.views.console import print_error
 
 
 class _Ordered(click.Group):
@@ -105,8 +106,7 @@ def main() -> None:
         error.show()
         sys.exit(ExitCode.USAGE)
     except (click.Abort, KeyboardInterrupt):
-        err.print("interrupted; what was started on the hosts goes on there: fleetdump status shows it", markup=False)
-        sys.exit(ExitCode.INTERRUPTED)
+        say_and_leave(NOTHING)  # what does something there says itself how far it came
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(ExitCode.FAILED)

@@ -10,6 +10,7 @@ import click
 from fleetdump.agent.protocol import to_json
 from fleetdump.cli._data import DataOptions, data_options
 from fleetdump.cli._fleet import FiniteRange, FleetOptions, fleet_options
+from fleetdump.cli._interrupt import NOTHING, interruptible
 from fleetdump.cli._preflight import Looked, Previewed, ask, look_at, preview_on
 from fleetdump.errors import worst
 from fleetdump.tasks.extract import Target
@@ -40,6 +41,7 @@ from fleetdump.views.plan import show_estimate, warnings
 )
 @click.option("--allow-full-disk", is_flag=True, help="No failure when the disks are too small.")
 @fleet_options
+@interruptible(NOTHING)
 def plan(
     options: FleetOptions,
     data: DataOptions,

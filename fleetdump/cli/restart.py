@@ -5,11 +5,12 @@ from __future__ import annotations
 import click
 
 from fleetdump.cli._fleet import FleetOptions, ServerName, Verb, event_printer, fleet_options, lock_wait_option, run
+from fleetdump.tasks.deploy import hold_limit
 from fleetdump.tasks.restart import Restarted, exit_code
 from fleetdump.tasks.restart import restart as restart_on
-from fleetdump.tasks.starting import WATCH_LIMIT
 from fleetdump.views.console import duration, out, quoted
 from fleetdump.views.hosts import show_verdicts
+from fleetdump.views.progress import StartLines
 
 TAIL_LINES = 12
 
@@ -55,8 +56,10 @@ def restart(options: FleetOptions, servers: tuple[str, ...], no_selfcheck: bool)
     Example:
       fleetdump restart --host gpu01 --server main
     """
+    starts = StartLines()
+    longest = max((hold_limit(host) for host in options.select(read_only=False)), default=0.0)
     run(
         options,
-        Verb("restart", _show, code=exit_code, deadline=WATCH_LIMIT + 900),
-        lambda host: restart_on(host, list(servers), not no_selfcheck, event_printer(host.config.name)),
+        Verb("restart", _show, code=exit_code, deadline=longest),
+        lambda host: restart_on(host, list(servers), not no_selfcheck, event_printer(host.config.name, starts)),
     )

@@ -9,6 +9,7 @@ import click
 
 from fleetdump.agent.protocol import CANCEL, FINISHED, RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
+from fleetdump.cli._interrupt import interruptible
 from fleetdump.errors import ExitCode, UsageError
 from fleetdump.fleet import Host, Outcome, fan_out
 from fleetdump.inventory import HostConfig
@@ -95,9 +96,17 @@ def _all_are_meant(options: FleetOptions) -> bool:
 def watch(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:
     """Show the run as it goes until all of these hosts are done with it, or nobody works on it any more."""
     verb = Verb("attach", show_shares, code=_watched, deadline=FOLLOW_SECONDS + 900)
-    with RunView() as view:
+    with interruptible(goes_on(run_name)), RunView() as view:
         code, _ = _on_all(options, hosts, run_name, verb, lambda host: attach_to(host, run_name, view.update))
     return code
+
+
+def goes_on(run_name: str) -> str:
+    """What becomes of a run that nobody watches any more, and what can be done about it."""
+    return (
+        f"the hosts go on with what they have of run {run_name}: fleetdump attach --run {run_name} watches it, "
+        "fleetdump pause and cancel end that"
+    )
 
 
 def give_order(
@@ -105,9 +114,10 @@ def give_order(
 ) -> ExitCode:
     """Leave an order with the drivers of these hosts; ``whole_run`` as in ``OrderArgs``."""
     verb = Verb(what, lambda host, shares: _show_ordered(what, host, shares), code=code_of, deadline=DEADLINE)
-    code, shares = _on_all(
-        options, hosts, run_name, verb, lambda host: order(host, run_name, what, whole_run=whole_run)
-    )
+    with interruptible(f"{what} may have reached some of the hosts: give it again, or see fleetdump status"):
+        code, shares = _on_all(
+            options, hosts, run_name, verb, lambda host: order(host, run_name, what, whole_run=whole_run)
+        )
     if code == ExitCode.OK and all(share.state in FINISHED for share in shares):
         err.print(f"all of run {run_name} is done; next: fleetdump collect --run {run_name} --data", markup=False)
     elif code == ExitCode.OK and what == "pause":

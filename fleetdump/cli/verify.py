@@ -8,6 +8,7 @@ import click
 
 from fleetdump.agent.protocol import VerifyResult
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, event_printer, fleet_options
+from fleetdump.cli._interrupt import interruptible
 from fleetdump.errors import ExitCode, UsageError
 from fleetdump.fleet import Outcome, fan_out
 from fleetdump.tasks.extract import require_run_name
@@ -20,6 +21,7 @@ from fleetdump.views.hosts import show_verification
 @click.option("--run", "run_name", default="", metavar="NAME", help="Which run.  [default: all]")
 @click.option("--repair", is_flag=True, help="Finish what a killed server or driver left open.")
 @fleet_options
+@interruptible("nothing that a sample consists of is changed by it; the same command reads all again")
 def verify(options: FleetOptions, run_name: str, repair: bool) -> None:
     """Read all shards on the hosts and compare them with their journals and manifests: sizes, SHA-256, the CRC-32 of
     each piece, every sample's pieces.

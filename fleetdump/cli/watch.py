@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import click
 
 from fleetdump.agent.protocol import MonitorResult
 from fleetdump.cli._fleet import FleetOptions, Seconds, ServerName, Verb, fleet_options, run
 from fleetdump.fleet.fanout import MAX_THREADS
-from fleetdump.tasks.watch import WatchPlan, exit_code
+from fleetdump.tasks.fleetstarts import FleetStarts, own_file
+from fleetdump.tasks.watch import Listener, WatchPlan, exit_code
 from fleetdump.tasks.watch import watch as watch_on
+from fleetdump.views.interrupts import show_nothing_cut
 from fleetdump.views.watch import WatchView
 
 DAY = 86400.0
@@ -31,9 +34,10 @@ DAY = 86400.0
 def watch(options: FleetOptions, servers: tuple[str, ...], interval: float, seconds: float, until_ready: bool) -> None:
     """Follow the servers of the chosen hosts: one line each, kept up to date; faults with their cause as they come.
 
-    Changes nothing on the hosts, and costs each of them one call for as long as you look. Leave with Ctrl-C. Without a
-    terminal a line is printed on each change, with --json an object. When it ends by itself the exit code says how
-    things stood: 0 all well, 4 a stall, 1 another fault.
+    Changes nothing on the hosts, and costs each of them one call for as long as you look. A host whose link is cut is
+    tried again until it is back; the others go on. Leave with Ctrl-C. Without a terminal a line is printed on each
+    change, with --json an object. When it ends by itself the exit code says how things stood: 0 all well, 4 a stall,
+    1 another fault, 3 a host that did not come back.
 
     \b
     Examples:
@@ -46,18 +50,24 @@ def watch(options: FleetOptions, servers: tuple[str, ...], interval: float, seco
         raise click.UsageError(
             f"a watch follows at most {MAX_THREADS} hosts, and these are {hosts}: choose with --host"
         )
-    plan = WatchPlan(servers, interval, seconds, until_ready)
+    plan = WatchPlan(servers, interval, seconds, until_ready, FleetStarts(own_file()))
     with WatchView(options.as_json) as view:
         run(
             replace(options, jobs=max(hosts, 1)),
-            Verb("watch", _show, code=exit_code, read_only=True, deadline=seconds + 90.0),
-            lambda host: watch_on(
-                host,
-                plan,
-                lambda server: view.update(host.config.name, server),
-                lambda: view.empty(host.config.name),
+            Verb(
+                "watch",
+                _show,
+                code=exit_code,
+                read_only=True,
+                deadline=seconds + 90.0,
+                interrupted=show_nothing_cut,
             ),
+            lambda host: watch_on(host, plan, _listener(view, host.config.name)),
         )
+
+
+def _listener(view: WatchView, host: str) -> Listener:
+    return Listener(partial(view.update, host), partial(view.empty, host), partial(view.lost, host))
 
 
 def _show(_host: str, _result: MonitorResult) -> None:

@@ -52,6 +52,7 @@ class Host(invoke.Context):  # type: ignore[misc]
             _host=config,
             _options=options,
             _lease="",
+            _closed=False,
             _slots=threading.BoundedSemaphore(CALLS_AT_ONCE),
             _agent=Agent(
                 where=config.name,
@@ -65,6 +66,11 @@ class Host(invoke.Context):  # type: ignore[misc]
     def config(self) -> HostConfig:
         """The host's entry of the inventory."""
         return self._host  # type: ignore[no-any-return]
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed here: a call that fails then has not lost its host."""
+        return self._closed  # type: ignore[no-any-return]
 
     def call(
         self,
@@ -117,8 +123,13 @@ class Host(invoke.Context):  # type: ignore[misc]
 
         return handle
 
+    def again(self) -> Host:
+        """A new way to the same host; raises as ``connect``."""
+        return connect(self.config, self._options)
+
     def close(self) -> None:
         """Close the connection; calls that are under way fail."""
+        self._set(_closed=True)
         self._agent.transport.close()
 
     def __enter__(self) -> Host:

@@ -38,7 +38,7 @@ def held(host: Host, verb: str, deadline: float, on_lost: Callable[[str], None])
         except Exception as error:  # handed to whoever waits for the answer
             answers.put(error)
             why = str(error)
-        if began.is_set() and not over.is_set():
+        if began.is_set() and not over.is_set() and not host.closed:
             on_lost(f"this host is no longer held for {verb} ({why}): others may change it meanwhile")
 
     # A daemon: a connection that does not close must not keep the process from ending.

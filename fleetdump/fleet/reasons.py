@@ -27,6 +27,13 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, paramiko.SSHException) and _BANNER in str(error) and not _timed_out(error)
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether ``error`` is a host that cannot be reached now and may be later: its key or ours does not change by
+    waiting."""
+    lasting = (HostKeyRefused, FileNotFoundError, paramiko.AuthenticationException)
+    return isinstance(error, UnreachableError) and not isinstance(error.__cause__, lasting)
+
+
 def explain(error: Exception, name: str, connection: StrictConnection) -> UnreachableError:
     """The error that a user reads for ``error``, which opening ``connection`` to the host ``name`` raised."""
     target = f"{connection.user}@{connection.host}:{connection.port}"

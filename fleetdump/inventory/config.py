@@ -8,6 +8,10 @@ from fleetdump.agent.protocol import CaptureSpec, Patience, ServerSpec
 from fleetdump.errors import UsageError
 from fleetdump.suggest import did_you_mean
 
+MOST_STARTS = 8
+"""Servers of one host that may start at a time: each is watched in a session of its own, and OpenSSH allows ten on one
+connection (MaxSessions)."""
+
 
 @dataclass(frozen=True)
 class CaptureConfig:
@@ -58,8 +62,9 @@ class HostConfig:
 
     ``user``, ``port``, ``identity_file`` and ``proxy_jump`` are None where the inventory is silent: ssh_config decides.
     ``host_key`` is a pin (``SHA256:...``) or "". ``exec_prefix`` is put before the agent's command. ``python`` is the
-    interpreter that imports sglang, ``agent_python`` any Python >= 3.8. ``connect_timeout`` is in seconds. Secrets in
-    ``servers`` are references; ``resolve_secrets`` replaces them.
+    interpreter that imports sglang, ``agent_python`` any Python >= 3.8. ``connect_timeout`` is in seconds.
+    ``parallel_starts`` of its servers start at a time. Secrets in ``servers`` are references; ``resolve_secrets``
+    replaces them.
     """
 
     name: str
@@ -75,6 +80,7 @@ class HostConfig:
     python: str = ""
     state_dir: str = "~/.fleetdump"
     connect_timeout: float = 10.0
+    parallel_starts: int = MOST_STARTS
     servers: tuple[ServerSpec, ...] = ()
     capture: CaptureConfig = CaptureConfig()
     patience: Patience = field(default_factory=Patience)

@@ -9,6 +9,7 @@ from yaml.nodes import Node
 
 from fleetdump.agent.protocol import FSYNC, PHASES
 from fleetdump.hostpatterns import Destination, PatternError, is_address, is_user_name
+from fleetdump.inventory.config import MOST_STARTS
 from fleetdump.inventory.servers import bounded, interpreter, parse_servers
 from fleetdump.yamlmarks import Parser, Reader, Schema, line_of
 
@@ -135,6 +136,7 @@ SETTINGS: Schema = {
     "python": interpreter,
     "state_dir": _state_dir,
     "connect_timeout": Reader.seconds,
+    "parallel_starts": bounded(1, MOST_STARTS),
     "servers": parse_servers,
     "capture": _capture,
     "patience": _patience,

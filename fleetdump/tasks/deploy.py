@@ -7,6 +7,10 @@ anywhere is taken up by the same deploy again.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+
 from fleetdump.agent.protocol import (
     Interpreter,
     LaunchForecast,
@@ -23,6 +27,7 @@ from fleetdump.agent.protocol import (
 from fleetdump.errors import HostError, UsageError
 from fleetdump.fleet import Host
 from fleetdump.fleet.lease import held
+from fleetdump.inventory import HostConfig
 from fleetdump.tasks._task import task
 from fleetdump.tasks.changes import HostChanges, launch_args, look, patch_args
 from fleetdump.tasks.check import CheckPlan, check
@@ -33,7 +38,8 @@ from fleetdump.tasks.steps import Event, Steps
 PATCH_DEADLINE = 120.0
 LAUNCH_DEADLINE = 120.0
 STOP_GRACE = 30.0
-HOLD_LIMIT = WATCH_LIMIT + 1800.0
+HOLD_SECONDS = 1800.0
+"""What all but the starts of its servers may take of a host's deploy."""
 TOLD = ("arguments", "shared", "gpus")
 """Checks whose warnings ``deploy`` tells; the others are for ``check``."""
 PATCH_KEYS = ("patch", "arguments")
@@ -51,8 +57,14 @@ def deploy(host: Host, plan: DeployPlan, on_event: Event) -> DeployReport:
     later undoes what came before it. Also what ``Host.call`` raises.
     """
     require_servers(host, plan)
-    with held(host, "deploy", HOLD_LIMIT, lambda text: Steps(on_event).tell("lock", text)):
+    with held(host, "deploy", hold_limit(host.config), lambda text: Steps(on_event).tell("lock", text)):
         return carry_out(host, plan, on_event)
+
+
+def hold_limit(config: HostConfig) -> float:
+    """Seconds that a deploy may take on the host: its servers start in turns, ``parallel_starts`` at a time."""
+    turns = math.ceil(len(config.servers) / config.parallel_starts)
+    return HOLD_SECONDS + WATCH_LIMIT * max(1, turns)
 
 
 def carry_out(host: Host, plan: DeployPlan, on_event: Event) -> DeployReport:
@@ -66,8 +78,7 @@ def carry_out(host: Host, plan: DeployPlan, on_event: Event) -> DeployReport:
     if changes.stops:
         report.stopped = stop_servers(host, on_event, changes.stops).stopped
     _put_patch(host, plan, changes, report, steps)
-    launched = _launch_all(host, plan, changes, report, steps)
-    report.servers = bring_up(host, plan, launched, steps)
+    report.servers = bring_up(host, plan, _launches(host, plan, changes, report, steps), steps)
     _act_on_failure(host, plan, report, on_event)
     return report
 
@@ -95,6 +106,7 @@ def require_servers(host: Host, plan: DeployPlan) -> None:
 def compare(host: Host, plan: DeployPlan) -> tuple[ProbeResult, HostChanges]:
     """What the host is, and what the plan would change there; raises for blockers."""
     probe = check(host, CheckPlan(plan.patch, plan.delivery))
+    plan.starts.note(host.config.name, probe.healthy)
     _refuse_blockers(host, probe, plan.force)
     return probe, look(host, plan, probe.servers)
 
@@ -108,6 +120,7 @@ def stop_servers(host: Host, on_event: Event, servers: list[str] | None = None) 
     steps.begin("stop", f"stopping {names}")
     args = StopArgs(servers=servers or [], grace=STOP_GRACE)
     result = host.call(args, StopResult, verb="stop", deadline=STOP_GRACE * 2 + 30)
+    steps.end("stop")
     ended = [*result.stopped, *(f"{name} (killed)" for name in result.killed)]
     if ended:
         steps.tell("stop", f"stopped {', '.join(ended)}")
@@ -124,6 +137,7 @@ def revert_patch(
         steps.begin("revert", f"reverting the patch of {engine.python}")
         args = RevertArgs(python=engine.python, env=engine.env, force=force)
         result = host.call(args, RevertResult, verb="revert", deadline=PATCH_DEADLINE)
+        steps.end("revert")
         if result.changed:
             steps.tell("revert", f"reverted the patch of {engine.python}")
         results.append(result)
@@ -197,6 +211,7 @@ def _put_patch(host: Host, plan: DeployPlan, changes: HostChanges, report: Deplo
         steps.begin("patch", f"patching {planned.python} with {report.patch}")
         args = patch_args(host, plan, Interpreter(planned.python, planned.env), dry_run=False)
         result = host.call(args, PatchResult, verb="patch", deadline=PATCH_DEADLINE)
+        steps.end("patch")
         if result.changed:
             steps.tell("patch", f"patched with {report.patch}: {planned.python}")
         for copy in result.kept:
@@ -205,22 +220,28 @@ def _put_patch(host: Host, plan: DeployPlan, changes: HostChanges, report: Deplo
         report.patch_verified = report.patch_verified and result.verified
 
 
-def _launch_all(
+def _launches(
     host: Host, plan: DeployPlan, changes: HostChanges, report: DeployReport, steps: Steps
-) -> list[LaunchResult]:
-    """Launch every server that does not run as wanted, or none: when one is refused, what this deploy did before is
-    undone. Each launch takes moments; the servers then start beside each other."""
-    launched: list[LaunchResult] = []
-    try:
-        for server, forecast in zip(host.config.servers, changes.launches, strict=True):
-            launched.append(_launch(host, plan, server, forecast, steps))
-    except HostError:
-        if started := [result.state.name for result in launched if not result.reused]:
-            stop_servers(host, steps.emit, started)
-        if plan.patch is not None and report.patch_changed:
-            revert_patch(host, steps.emit)
-        raise
-    return launched
+) -> list[Callable[[], LaunchResult]]:
+    """The launch of each server that does not run as wanted, to be called in their order. When one is refused, what
+    this deploy did before is undone, the servers that it has launched included."""
+    started: list[str] = []
+
+    def launch(server: ServerSpec, forecast: LaunchForecast) -> LaunchResult:
+        try:
+            launched = _launch(host, plan, server, forecast, steps)
+        except HostError:
+            if started:
+                stop_servers(host, steps.emit, started)
+            if plan.patch is not None and report.patch_changed:
+                revert_patch(host, steps.emit)
+            raise
+        if not launched.reused:
+            started.append(launched.state.name)
+        return launched
+
+    wanted = zip(host.config.servers, changes.launches, strict=True)
+    return [functools.partial(launch, server, forecast) for server, forecast in wanted]
 
 
 def _launch(host: Host, plan: DeployPlan, server: ServerSpec, forecast: LaunchForecast, steps: Steps) -> LaunchResult:
@@ -229,6 +250,7 @@ def _launch(host: Host, plan: DeployPlan, server: ServerSpec, forecast: LaunchFo
     steps.begin("launch", f"launching {server.name}")
     args = launch_args(host, plan, server)
     launched = host.call(args, LaunchResult, verb="launch", deadline=LAUNCH_DEADLINE)
+    steps.end("launch")
     if not launched.reused:
         text = f"launched {server.name} (pid {launched.state.pid})"
         if launched.added_args:

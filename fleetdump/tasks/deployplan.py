@@ -8,6 +8,7 @@ from typing import Literal
 from fleetdump.agent.protocol import HealthyProfile, PatchSpec, SelfCheckResult
 from fleetdump.diagnosis import Verdict
 from fleetdump.errors import ExitCode
+from fleetdump.tasks.fleetstarts import FleetStarts
 
 OnStall = Literal["keep", "stop", "revert"]
 Delivery = Literal["in-place", "import-hook"]
@@ -19,7 +20,8 @@ WITHDRAWN = ("stopped", "replaced")
 class DeployPlan:
     """What is wanted: a patch (None: the engine as shipped), how it comes into the engine, and how to act on what is in
     the way. ``force`` takes files of the engine that somebody else edited as they are. ``fallbacks`` are tried one
-    after the other on a host where a patch does not work (None: no patch)."""
+    after the other on a host where a patch does not work (None: no patch). ``starts`` is what the hosts of this deploy
+    know of healthy starts, and learns from them."""
 
     patch: PatchSpec | None
     replace: bool = False
@@ -28,6 +30,7 @@ class DeployPlan:
     delivery: Delivery = "in-place"
     force: bool = False
     fallbacks: tuple[PatchSpec | None, ...] = ()
+    starts: FleetStarts = field(default_factory=FleetStarts, compare=False)
 
     @property
     def patch_name(self) -> str:

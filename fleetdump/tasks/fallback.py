@@ -8,7 +8,7 @@ from fleetdump.errors import HostError
 from fleetdump.fleet import Host
 from fleetdump.fleet.lease import held
 from fleetdump.tasks._task import task
-from fleetdump.tasks.deploy import HOLD_LIMIT, carry_out, require_servers
+from fleetdump.tasks.deploy import carry_out, hold_limit, require_servers
 from fleetdump.tasks.deployplan import WITHDRAWN, Attempt, DeployPlan, DeployReport
 from fleetdump.tasks.steps import Event, Steps
 
@@ -21,7 +21,8 @@ def deploy_or_fall_back(host: Host, plan: DeployPlan, on_event: Event) -> Deploy
     for patch in (plan.patch, *plan.fallbacks):
         require_servers(host, replace(plan, patch=patch))
     steps, attempts = Steps(on_event), list[Attempt]()
-    with held(host, "deploy", HOLD_LIMIT * (1 + len(plan.fallbacks)), lambda text: steps.tell("lock", text)):
+    limit = hold_limit(host.config) * (1 + len(plan.fallbacks))
+    with held(host, "deploy", limit, lambda text: steps.tell("lock", text)):
         patches = [plan.patch, *plan.fallbacks]
         for number, patch in enumerate(patches):
             last = number == len(patches) - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from fleetdump.tasks._task import task
 from fleetdump.tasks.selfcheck import check_server
 from fleetdump.tasks.starting import SETTINGS_DEADLINE, WATCH_LIMIT
 from fleetdump.tasks.steps import Event
+from fleetdump.tasks.turns import in_turns
 
 STOP_GRACE = 30.0
 RESTART_DEADLINE = 2 * STOP_GRACE + 120.0
@@ -59,16 +60,19 @@ def exit_code(servers: list[Restarted]) -> ExitCode:
 @task
 def restart(host: Host, servers: list[str], selfcheck: bool, on_event: Event) -> list[Restarted]:
     """Restart the named servers (all of ours that were launched there when there are none), one after the other, and
-    watch them come up side by side. What does not come up is in the result, not an exception. Raises ``UsageError``
-    for a name that neither the host nor its inventory entry knows."""
+    watch them come up side by side, ``parallel_starts`` at a time. What does not come up is in the result, not an
+    exception. Raises ``UsageError`` for a name that neither the host nor its inventory entry knows."""
     status = host.call(StatusArgs(), StatusResult, verb="status")
     known = [server.name for server in status.servers]
     for name in sorted(set(servers) - set(known)):
         host.config.server(name)
     reports = {name: Restarted(name, "failed") for name in servers or known}
-    launched = [result for name in reports if (result := _launch(host, reports[name], on_event)) is not None]
-    with ThreadPoolExecutor(max_workers=max(1, len(launched))) as pool:
-        list(pool.map(lambda one: _see(host, one, reports[one.launched.state.name], selfcheck, on_event), launched))
+    launches = [functools.partial(_launch, host, report, on_event) for report in reports.values()]
+
+    def see(again: RestartResult) -> None:
+        _see(host, again, reports[again.launched.state.name], selfcheck, on_event)
+
+    in_turns(host.config.parallel_starts, launches, see)
     return list(reports.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,19 +23,27 @@ from fleetdump.tasks.deployplan import WITHDRAWN, DeployPlan, ServerReport
 from fleetdump.tasks.evidence import take_evidence
 from fleetdump.tasks.selfcheck import check_server
 from fleetdump.tasks.steps import Steps
+from fleetdump.tasks.turns import in_turns
 
 SETTINGS_DEADLINE = 90.0
 WATCH_LIMIT = 6 * 3600.0
 """A start that still makes progress is waited for this long: the biggest checkpoints take over an hour."""
 
 
-def bring_up(host: Host, plan: DeployPlan, launched: list[LaunchResult], steps: Steps) -> list[ServerReport]:
-    """Follow all launched servers at once until each is ready and proven, or is not; a server that does not come up is
-    in its report. Raises what ``Host.call`` raises."""
-    with ThreadPoolExecutor(max_workers=len(launched)) as pool:
-        watches = [pool.submit(_watch, host, plan, result, steps) for result in launched]
-        reports = [watch.result() for watch in watches]
-    unproven = [report for report, result in zip(reports, launched, strict=True) if not _is_proven(plan, result)]
+def bring_up(
+    host: Host, plan: DeployPlan, launches: Sequence[Callable[[], LaunchResult]], steps: Steps
+) -> list[ServerReport]:
+    """Launch the host's servers, ``parallel_starts`` at a time, and follow each until it is ready and proven, or is
+    not; a server that does not come up is in its report. Raises what ``launches`` and ``Host.call`` raise."""
+    limit = host.config.parallel_starts
+    wait = f"{limit} of {len(launches)} servers start at a time (parallel_starts); the others wait for their turn"
+
+    def follow(launched: LaunchResult) -> tuple[LaunchResult, ServerReport]:
+        return launched, _watch(host, plan, launched, steps)
+
+    followed = in_turns(limit, launches, follow, lambda: steps.tell("wait", wait))
+    reports = [report for _, report in followed]
+    unproven = [report for result, report in followed if not _is_proven(plan, result)]
     for report in unproven:
         _check_settings(host, report, steps)
     if plan.selfcheck and plan.patch is not None and plan.patch.captures and unproven:
@@ -60,10 +69,13 @@ def _watch(host: Host, plan: DeployPlan, launched: LaunchResult, steps: Steps) -
         mark=plan.patch.mark if plan.patch else "",
         expect_class=launched.architecture,
         until=WATCH_LIMIT,
+        healthy=plan.starts.of_others(host.config.name),
     )
     unchanged = launched.reused and launched.state.state == "ready"
     on_event = None if unchanged else steps.emit
     result = host.call(args, WatchResult, verb="watch", on_event=on_event, deadline=WATCH_LIMIT + 300)
+    if not unchanged:
+        plan.starts.note_start(host.config.name, result)
     report = ServerReport(
         server=name,
         outcome=result.outcome,

@@ -14,13 +14,18 @@ CHANGES = ("stop", "patch", "revert", "launch")
 
 @dataclass(frozen=True)
 class Steps:
-    """Tells the steps of one host to ``emit``: ``begin`` before a step that changes something, ``step`` for people."""
+    """Tells the steps of one host to ``emit``: ``begin`` before a step that changes something and ``end`` after it,
+    ``step`` for people."""
 
     emit: Event
 
     def begin(self, step: str, text: str) -> None:
         """``text`` in words that fit behind "it was"."""
         self.emit({"event": "begin", "step": step, "text": text})
+
+    def end(self, step: str) -> None:
+        """The step that was begun is over, whatever it did."""
+        self.emit({"event": "end", "step": step})
 
     def tell(self, step: str, text: str, server: str = "") -> None:
         """Something has happened, or is found."""
@@ -30,12 +35,11 @@ class Steps:
 @dataclass
 class HostHistory:
     """What became of one host so far: changes that are done, the one that was under way, and servers that were launched
-    and run on. ``ended``: its command was through."""
+    and run on."""
 
     done: list[str] = field(default_factory=list)
     doing: str = ""
     running: list[str] = field(default_factory=list)
-    ended: bool = False
 
 
 class History:
@@ -52,7 +56,10 @@ class History:
         """One event of a host."""
         history = self.of(host)
         kind, step, text = event.get("event"), event.get("step"), str(event.get("text", ""))
-        history.doing = text if kind == "begin" else ""
+        if kind == "begin":
+            history.doing = text
+        elif kind == "end":  # nothing else ends it: servers that were launched before tell of their start meanwhile
+            history.doing = ""
         if kind == "step" and step in CHANGES:
             history.done.append(text)
             if step == "launch":

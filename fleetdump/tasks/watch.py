@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fleetdump.agent.protocol import HealthyProfile, MonitorArgs, MonitorResult, Vitals, from_json
+import tenacity
+
+from fleetdump.agent.protocol import HealthyProfile, MonitorArgs, MonitorResult, Vitals, from_json, merged_profile
 from fleetdump.errors import ExitCode
 from fleetdump.fleet import Host
+from fleetdump.fleet.reasons import may_pass
 from fleetdump.tasks._task import task
+from fleetdump.tasks.fleetstarts import FleetStarts
 from fleetdump.tasks.servernames import require_known
 
 MARGIN_SECONDS = 60.0
@@ -19,38 +26,74 @@ OUTLIER_FACTOR = 3.0
 """A host is unlike the others when it is slower than their median by this much."""
 OUTLIER_HOSTS = 3
 
+LONGEST_PAUSE = 30.0
+"""Seconds before a host whose link is lost is tried again; the first pauses are shorter."""
+
 OnVitals = Callable[[Vitals], None]
-OnEmpty = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what a watch sees. ``vitals``: a server, whenever something of it has changed; ``empty``: the host
+    has none of ours; ``lost``: its link is cut (why); it is tried again, and told of when it is back."""
+
+    vitals: OnVitals
+    empty: Callable[[], None] = lambda: None
+    lost: Callable[[str], None] = lambda _: None
 
 
 @dataclass(frozen=True)
 class WatchPlan:
     """Which servers (none: all of ours), how often to look, for how long; ``ready``: only until all are ready or have
-    a fault."""
+    a fault. ``starts``: what is known of healthy starts on other hosts."""
 
     servers: tuple[str, ...] = ()
     interval: float = 2.0
     seconds: float = 86400.0
     ready: bool = False
+    starts: FleetStarts = field(default_factory=FleetStarts, compare=False)
 
 
 @task
-def watch(host: Host, plan: WatchPlan, on_vitals: OnVitals, on_empty: OnEmpty = lambda: None) -> MonitorResult:
-    """One call of the agent for the whole watch; ``on_vitals`` gets a server whenever something of it has changed,
-    ``on_empty`` is called when the host has none of ours. Raises ``UsageError`` for a server that neither the host nor
-    its inventory entry knows."""
+def watch(host: Host, plan: WatchPlan, tell: Listener) -> MonitorResult:
+    """One call of the agent for the whole watch, and another one whenever the link to the host was cut meanwhile.
+
+    Raises ``UsageError`` for a server that neither the host nor its inventory entry knows, ``UnreachableError`` when
+    the host does not come back before the end, or lets us in no more."""
     require_known(host, plan.servers)
+    end = time.monotonic() + plan.seconds
+    ways: Iterator[Callable[[], AbstractContextManager[Host]]] = itertools.chain(
+        [lambda: nullcontext(host)],  # whoever opened it closes it, also to give up
+        itertools.repeat(host.again),
+    )
+
+    def attempt() -> MonitorResult:
+        with next(ways)() as way:
+            return _follow(way, replace(plan, seconds=max(1.0, end - time.monotonic())), tell)
+
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(lambda error: not host.closed and may_pass(error)),
+        stop=tenacity.stop_before_delay(plan.seconds),
+        wait=tenacity.wait_random_exponential(multiplier=1, max=LONGEST_PAUSE),
+        before_sleep=lambda state: tell.lost(str(state.outcome and state.outcome.exception())),
+        reraise=True,
+    )
+    return attempts(attempt)
+
+
+def _follow(host: Host, plan: WatchPlan, tell: Listener) -> MonitorResult:
     known: dict[str, dict[str, Any]] = {}
 
     def on_event(event: dict[str, Any]) -> None:
         if event.get("event") == "vitals":
             fields = known.setdefault(str(event["server"]), {})
             fields.update(event["changed"])
-            on_vitals(from_json(Vitals, fields))
+            tell.vitals(from_json(Vitals, fields))
         elif event.get("event") == "empty":
-            on_empty()
+            tell.empty()
 
     args = MonitorArgs(list(plan.servers), host.config.patience, plan.seconds, plan.interval, plan.ready)
+    args.healthy = plan.starts.of_others(host.config.name)
     deadline = plan.seconds + MARGIN_SECONDS
     return host.call(args, MonitorResult, verb="monitor", on_event=on_event, deadline=deadline)
 
@@ -74,43 +117,21 @@ class Outlier:
     others: float
 
 
-def slow_loaders(servers: Mapping[str, Vitals]) -> list[Outlier]:
-    """Servers that load far more slowly than the others, the slowest first; nothing while fewer than three load.
+def load_rates(servers: Mapping[str, Vitals]) -> dict[str, float]:
+    """At how many bytes a second each of ``servers`` that loads weights does so. A rate of 0 counts: nothing arrives
+    there. One that has just begun has no rate yet and is left out."""
+    return {name: one.load_rate for name, one in servers.items() if one.phase == "weights" and one.load_bytes > 0}
 
-    A rate of 0 counts: nothing arrives there. One that has just begun has no rate yet and is left out.
-    """
-    rates = {name: one.load_rate for name, one in servers.items() if one.phase == "weights" and one.load_bytes > 0}
+
+def slow_loaders(rates: Mapping[str, float]) -> list[Outlier]:
+    """Servers that load far more slowly than the others, the slowest first; nothing while fewer than three load.
+    ``rates`` are those of servers that load, in bytes a second."""
     found = []
     for name, rate in rates.items():
         others = statistics.median([other for key, other in rates.items() if key != name] or [0.0])
         if len(rates) >= OUTLIER_HOSTS and rate * OUTLIER_FACTOR < others:
             found.append(Outlier(name, rate, others))
     return sorted(found, key=lambda outlier: outlier.rate)
-
-
-def merged_profile(profiles: Iterable[HealthyProfile]) -> HealthyProfile | None:
-    """What healthy starts of one kind took on all hosts together; None without any. Means are weighed by starts."""
-    known = list(profiles)
-    if not known:
-        return None
-    starts = sum(profile.starts for profile in known)
-    phases = sorted({phase for profile in known for phase in profile.phase_seconds})
-
-    def mean(value: Callable[[HealthyProfile], float]) -> float:
-        return round(sum(value(profile) * profile.starts for profile in known) / starts, 2)
-
-    def mean_of_phase(phase: str) -> float:
-        return mean(lambda profile: profile.phase_seconds.get(phase, 0.0))
-
-    return HealthyProfile(
-        key=known[0].key,
-        starts=starts,
-        lines_min=min(profile.lines_min for profile in known),
-        lines_max=max(profile.lines_max for profile in known),
-        seconds=mean(lambda profile: profile.seconds),
-        phase_seconds={phase: mean_of_phase(phase) for phase in phases},
-        weights_gb=mean(lambda profile: profile.weights_gb),
-    )
 
 
 def usual(server: Vitals, servers: Iterable[Vitals]) -> HealthyProfile | None:

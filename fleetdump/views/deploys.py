@@ -1,4 +1,4 @@
-"""What ``deploy`` would change, which patch works where, and what an interrupt leaves; hosts alike are told once."""
+"""What ``deploy`` would change, and which patch works where; hosts alike are told once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from fleetdump.hostpatterns import compress
 from fleetdump.tasks.changes import HostChanges
 from fleetdump.tasks.deployplan import DeployReport
-from fleetdump.tasks.steps import HostHistory
 from fleetdump.views.console import err, out, quoted
 from fleetdump.views.patches import show_diff
 
@@ -60,30 +59,6 @@ def show_works(reports: Mapping[str, DeployReport]) -> None:
             out.print(f"[green]{quoted(patch)}[/] works on {quoted(_names(hosts))}")
         else:
             out.print(f"[bold red]none[/] of the patches works on {quoted(_names(hosts))}")
-
-
-def show_interrupted(histories: Mapping[str, HostHistory], hosts: Iterable[str]) -> None:
-    """What was done on each of ``hosts`` that had not ended, what runs on there, and how to go on."""
-    left: dict[str, list[str]] = {}
-    for host in sorted(hosts):
-        history = histories.get(host, HostHistory())
-        if not history.ended:
-            left.setdefault(_what_was_done(history), []).append(host)
-    err.print("[bold]interrupted[/]")
-    for text, names in left.items():
-        err.print(f"  {quoted(_names(names))}: {quoted(text)}")
-    err.print("  to go on: the same command again, it takes up what is there; to look: fleetdump status")
-    err.print("  to undo:  fleetdump stop, then fleetdump revert")
-
-
-def _what_was_done(history: HostHistory) -> str:
-    parts = list(history.done)
-    if history.doing:
-        parts.append(f"{history.doing} was under way and may or may not be done")
-    if history.running:
-        servers = ", ".join(history.running)
-        parts.append(f"{servers} {'goes' if len(history.running) == 1 else 'go'} on without this command")
-    return "; ".join(parts) or "nothing was changed"
 
 
 def _names(hosts: Iterable[str]) -> str:

@@ -98,15 +98,20 @@ def show_deploy(host: str, report: DeployReport) -> None:
 
 
 def _show_ready(host: str, report: DeployReport, server: ServerReport) -> None:
-    how = "unchanged" if server.reused else f"ready in {duration(server.seconds)}, {server.lines} log lines"
+    how = "unchanged" if server.reused else f"ready in {duration(server.seconds)}, {_lines(server)}"
     patch = f"patch {report.patch}" if report.patch else "no patch"
     check = server.selfcheck
     proof = f", self-check passed ({check.prompts} prompts, {check.rows} rows)" if check else ""
     out.print(f"[green]{quoted(f'{host}/{server.server}')}[/] {how}, {quoted(patch)}{proof}")
 
 
+def _lines(server: ServerReport) -> str:
+    usual = f"; healthy starts {server.healthy.lines_span}" if server.healthy else ""
+    return f"{server.lines} log lines{usual}"
+
+
 def _show_not_ready(host: str, server: ServerReport) -> None:
-    head = f"{server.outcome} in phase {server.phase or '?'}, {server.lines} log lines"
+    head = f"{server.outcome} in phase {server.phase or '?'}, {_lines(server)}"
     out.print(f"[bold red]{quoted(f'{host}/{server.server}')}[/] {quoted(head)}")
     if server.detail:
         out.print(f"  {quoted(server.detail)}")

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from fleetdump.agent.protocol import Fault, Vitals, to_json
 from fleetdump.hostpatterns import compress
-from fleetdump.tasks.watch import slow_loaders, usual
+from fleetdump.tasks.watch import load_rates, slow_loaders, usual
 from fleetdump.views.console import duration, err, out, quoted, size, visible
+from fleetdump.views.progress import outlier_words
 
 GB = 1e9
 NOTHING = "nothing of ours runs there"
@@ -23,7 +24,7 @@ _STYLES = {"ready": "green", "starting": "yellow", "stopped": "dim", "died": "bo
 class WatchView:
     """Shows ``update``s from any thread; a context manager. ``as_json`` prints each as an object on stdout instead:
     ``vitals`` when something has changed, ``fault`` and ``cleared`` when a fault comes and goes, ``empty`` for a host
-    that has no server."""
+    that has no server, ``lost`` and ``back`` for one whose link is cut and stands again."""
 
     def __init__(self, as_json: bool = False) -> None:
         self._as_json = as_json
@@ -31,6 +32,8 @@ class WatchView:
         self._told: dict[tuple[str, str], str] = {}
         self._outliers: set[str] = set()
         self._empty: set[str] = set()
+        self._lost: dict[str, str] = {}
+        """Hosts whose link is cut, and why."""
         self._lock = threading.Lock()
         live = err.is_terminal and not as_json
         self._live = Live(get_renderable=self._render, console=err, refresh_per_second=2) if live else None
@@ -48,6 +51,7 @@ class WatchView:
         """A server's newest state."""
         with self._lock:
             self._empty.discard(host)
+            self._tell_back(host)
             before = self._servers.get((host, server.server))
             self._servers[host, server.server] = server
             if self._as_json:
@@ -60,11 +64,31 @@ class WatchView:
     def empty(self, host: str) -> None:
         """A host has been looked at, and nothing of ours runs there."""
         with self._lock:
+            self._tell_back(host)
             self._empty.add(host)
             if self._as_json:
                 out.print(json.dumps({"host": host, "event": "empty"}), markup=False)
             elif self._live is None:
                 err.print(f"[bold]{quoted(host)}[/] {NOTHING}")
+
+    def lost(self, host: str, why: str) -> None:
+        """The link to a host is cut, and is tried again: what is shown of its servers is from before."""
+        with self._lock:
+            if self._lost.get(host) == why:
+                return  # it has been tried once more
+            self._lost[host] = why
+            if self._as_json:
+                out.print(json.dumps({"host": host, "event": "lost", "why": why}), markup=False)
+            elif self._live is None:
+                err.print(f"[bold]{quoted(host)}[/] {_lost(why)}")
+
+    def _tell_back(self, host: str) -> None:
+        if self._lost.pop(host, None) is None:
+            return
+        if self._as_json:
+            out.print(json.dumps({"host": host, "event": "back"}), markup=False)
+        elif self._live is None:
+            err.print(f"[bold]{quoted(host)}[/] is back")
 
     # ------------------------------------------------------------------ lines
     def _tell_faults(self, host: str, before: Vitals | None, server: Vitals) -> None:
@@ -97,10 +121,7 @@ class WatchView:
 
     def _slow(self) -> list[str]:
         servers = {f"{host}/{name}": one for (host, name), one in self._servers.items()}
-        return [
-            f"{one.name} loads at {one.rate / GB:.2g} GB/s, the others at {one.others / GB:.2g}"
-            for one in slow_loaders(servers)
-        ]
+        return [outlier_words(one) for one in slow_loaders(load_rates(servers))]
 
     def _facts(self, server: Vitals) -> str:
         return ", ".join([_state(server), *(quoted(part) for part in facts(server, list(self._servers.values())))])
@@ -112,6 +133,7 @@ class WatchView:
                 lines.append(f"{_name(host, server)} {self._facts(server)}")
                 lines += [f"  {_fault(fault)}" for fault in server.faults]
             lines += [f"[yellow]{quoted(text)}[/]" for text in self._slow()]
+            lines += [f"[bold]{quoted(host)}[/] {_lost(why)}" for host, why in sorted(self._lost.items())]
             if self._empty:
                 lines.append(f"[bold]{quoted(', '.join(compress(sorted(self._empty))))}[/] [dim]{NOTHING}[/]")
         lines = lines or ["[dim]looking ...[/]"]
@@ -163,6 +185,10 @@ def _state(server: Vitals) -> str:
 
 def _name(host: str, server: Vitals) -> str:
     return f"[bold]{quoted(f'{host}/{server.server}')}[/]"
+
+
+def _lost(why: str) -> str:
+    return f"[magenta]link lost[/], trying again: {quoted(why)}"
 
 
 def _fault(fault: Fault) -> str:

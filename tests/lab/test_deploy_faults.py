@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -212,6 +213,27 @@ def test_a_plan_changes_nothing_and_a_host_as_wanted_is_left_alone(make_fleet: C
 def audit_of(host: LabHost, fleet: Fleet) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = fleet.run("audit", "--json", "--host", host.name).records()[0]["data"]["entries"]
     return entries
+
+
+# --------------------------------------------------------------------------- several servers, several hosts
+def test_servers_of_a_host_start_in_turns_and_a_host_knows_what_others_took(make_fleet: Callable[[int], Fleet]) -> None:
+    fleet = make_fleet(2)
+    fleet.write_inventory(server={"name": "r{i}", "replicas": 2}, parallel_starts=1)
+    told = {}
+    for host in fleet.hosts:
+        done = fleet.run("deploy", "--no-patch", "--host", host.name, timeout=300)
+        assert done.code == OK, done
+        assert done.err.count("1 of 2 servers start at a time (parallel_starts)") == 1, done
+        told.update({line.partition(" ")[0]: line for line in done.out.splitlines()})
+        (state,) = host.path(STATE).iterdir()
+        lines = (state / "servers" / "r0" / "timeline.jsonl").read_text().splitlines()
+        ready = [event["t"] for event in map(json.loads, lines) if event.get("outcome") == "ready"]
+        launched = [entry["t"] for entry in audit_of(host, fleet) if entry["verb"] == "launch"]
+        assert launched[0] < ready[0] <= launched[1], (launched, ready)
+    first, second = fleet.hosts
+    assert "healthy starts" not in told[f"{first.name}/r0"], told
+    assert "healthy starts" in told[f"{first.name}/r1"], told
+    assert "healthy starts" in told[f"{second.name}/r0"], "it has never had a start of its own"
 
 
 # --------------------------------------------------------------------------- rolling, falling back

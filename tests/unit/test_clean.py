@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,8 @@ def test_without_data_runs_with_shards_are_kept_with_their_state(tmp_path: Path)
 
     result = clean(CleanArgs([str(capture)]), ctx)
 
-    assert result.kept == [str(capture / "r1"), str(ctx.state.root / "runs" / "r1")]
+    hint = f"{capture / 'r1'} ({len(OURS)} files; --data removes them)"
+    assert result.kept == [hint, str(ctx.state.root / "runs" / "r1")]
     assert sorted(path.name for path in (capture / "r1").iterdir()) == sorted(OURS)
     assert not (capture / "r2").exists()
     assert not (ctx.state.root / "diagnoses").exists()
@@ -410,15 +412,45 @@ def test_another_run_that_was_not_named_is_not_given_up(tmp_path: Path) -> None:
         clean(CleanArgs([str(tmp_path / "hs")], data=True, discard=["r2"]), ctx)
 
 
+@pytest.mark.parametrize("runs", [[], ["r1"]], ids=["all", "one run"])
 @pytest.mark.parametrize("data", [False, True])
-def test_a_list_changes_nothing_and_names_what_would_go(tmp_path: Path, data: bool) -> None:
+def test_a_list_changes_nothing_and_names_exactly_what_goes(tmp_path: Path, data: bool, runs: list[str]) -> None:
+    ctx = context(tmp_path)
+    capture = tmp_path / "disk" / "hs"
+    engine = install(tmp_path / "venv")
+    make_capture_dir(ctx.state, capture)
+    for run in ("r1", "r2", "selfcheck-1f0c77aa-ab12"):
+        make_run(ctx.state.root, capture, run)
+    commit(ctx.state.root, "a", "b")
+    (capture / "r2" / "notes.txt").write_text("theirs")
+    (capture / "theirs").mkdir()
+    (capture / "theirs" / SHARD).write_text("theirs")
+    (capture / "selfcheck-1f0c77aa-ab12" / "ranks").mkdir()
+    (ctx.state.directory("agent", "abc") / "x.py").write_text("x")
+    (ctx.state.directory("servers", "main") / "server.log").write_text("a log")
+    (ctx.state.root / "audit.jsonl").write_text("{}\n")
+    (engine.site / patchrecord.FOLDER).mkdir()
+    before = everything(tmp_path)
+    collected = [CollectedShare("r1", "main", ["a", "b"])]
+    args = CleanArgs([str(capture)], [Interpreter(engine.python)], data, runs, collected)
+
+    listed = clean(replace(args, dry_run=True), ctx)
+    assert everything(tmp_path) == before
+    done = clean(args, ctx)
+
+    assert (listed.removed, listed.kept) == (done.removed, done.kept)
+    assert done.removed or done.kept
+    assert listed.freed_bytes <= done.freed_bytes  # the claims of the drivers come between
+    assert not [path for path in listed.removed if Path(path).exists()]
+
+
+def test_a_list_is_made_while_a_server_writes_and_a_patch_is_applied(tmp_path: Path) -> None:
+    """Nothing is asked of them: a writer keeps its lock, and the patch its folder."""
     ctx = context(tmp_path)
     make_run(ctx.state.root, tmp_path / "hs")
-    commit(ctx.state.root, "a", "b")
-    before = everything(tmp_path)
-    result = clean(CleanArgs([str(tmp_path / "hs")], data=data, dry_run=True), ctx)
-    assert everything(tmp_path) == before
-    assert str(ctx.state.root) in result.removed
-    listed = result.removed if data else result.kept
-    assert any(line.startswith(str(tmp_path / "hs" / "r1")) for line in listed)
-    assert result.freed_bytes > 0
+    engine = install(tmp_path / "venv")
+    patch(PatchArgs(engine.python, spec()), ctx)
+    with open_journal(tmp_path / "hs" / "r1" / "journal-main-1f0c77aa-r0.jsonl"):
+        result = clean(CleanArgs([str(tmp_path / "hs")], [Interpreter(engine.python)], data=True, dry_run=True), ctx)
+    assert str(tmp_path / "hs" / "r1") in result.removed
+    assert result.kept == [f"{engine.site / patchrecord.FOLDER} (a patch is in it: fleetdump revert comes first)"]

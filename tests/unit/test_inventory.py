@@ -269,6 +269,8 @@ def host(text: str) -> str:
         (host("proxy_jump: 'a b'"), 2, "proxy_jump"),
         (host("patience: {weight: 3}"), 2, "did you mean 'weights'?"),
         (host("patience: {weights: -1}"), 2, "not in"),
+        (host("parallel_starts: 0"), 2, "outside 1..8"),
+        (host("parallel_starts: 9"), 2, "outside 1..8"),
         # capture
         (host("capture: {layers: [1, -1], dir: /d}"), 2, "capture.layers[1]: -1 is outside"),
         (host("capture: {layers: [1, 1], dir: /d}"), 2, "layer 1 stands twice"),

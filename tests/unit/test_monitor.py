@@ -25,6 +25,7 @@ from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.protocol import (
     PHASES,
     CaptureSpec,
+    HealthyProfile,
     MonitorArgs,
     Patience,
     Request,
@@ -349,6 +350,16 @@ def test_a_start_that_stalls_names_phase_and_lines(server: StandIn, watch: Calla
     assert "5 lines" in text
     assert "behind the others: TP1" in text
     assert live.seen()[-1].behind == ["TP1"]
+
+
+def test_a_start_is_compared_with_what_other_hosts_know(server: StandIn, watch: Callable[..., Watch]) -> None:
+    save_record(server.state, replace(server.record(), kind="k"))
+    server.say(*LOADING)
+    known = HealthyProfile("k", 3, 636, 641, 90.0, {"weights": 30.0}, slowest={"weights": 50.0})
+    live = watch(healthy=[replace(known, key="other", lines_max=9999), known])
+    one = live.until(lambda vitals: vitals.healthy and vitals.phase == "weights" and vitals.patience > 60.0)
+    assert one.healthy is not None
+    assert (one.healthy.lines_span, one.patience) == ("636 to 641", 100.0)
 
 
 def test_a_start_is_compared_with_healthy_ones_once_its_kind_is_known(

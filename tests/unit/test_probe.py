@@ -170,6 +170,37 @@ def test_a_proxy_without_an_exception_for_loopback(
 
 
 @pytest.mark.parametrize(
+    ("release", "port", "env", "fix"),
+    [
+        ("0.5.10", 60000, {}, ""),
+        ("0.5.11", 55535, {}, ""),
+        ("0.5.11", 55536, {}, "at most 55535, or add SGLANG_GRPC_PORT: 55535"),
+        ("0.5.15.post1", 65535, {}, "at most 55535"),
+        ("0.5.14", 60000, {"SGLANG_GRPC_PORT": "50051"}, ""),
+        ("0.5.14", 8000, {"SGLANG_GRPC_PORT": "70000"}, "give SGLANG_GRPC_PORT a free port"),
+        ("0.5.16", 60000, {}, ""),
+        ("0.5.23", 60000, {}, ""),
+    ],
+)
+def test_a_port_without_room_for_grpc_above_it(
+    release: str, port: int, env: dict[str, str], fix: str, engine: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``ServerArgs`` of 0.5.11 to 0.5.15 has it: refused although nobody asked for gRPC."""
+    monkeypatch.delenv("SGLANG_GRPC_PORT", raising=False)
+    install(engine.root, release)
+    findings = checks_net.check_grpc_port(ServerSpec("a", engine.python, "/m", port, env=env)).findings
+    assert [finding.level for finding in findings] == (["blocker"] if fix else [])
+    assert not fix or fix in findings[0].fix
+
+
+def test_the_port_for_grpc_is_among_the_questions(server: ServerSpec, tmp_path: Path) -> None:
+    install(Path(server.python).parents[1], "0.5.14")
+    server.port = 55536
+    found = [finding for finding in probe(ProbeArgs([server]), context(tmp_path)).findings if finding.key == "port"]
+    assert "blocker" in {finding.level for finding in found}
+
+
+@pytest.mark.parametrize(
     ("changes", "level"),
     [({"tp": 2}, "ok"), ({"tp": 4}, "blocker"), ({"gpus": [1, 2]}, "blocker"), ({"gpus": [1], "tp": 2}, "blocker")],
 )

@@ -138,6 +138,28 @@ def test_movement_of_a_process(role, counters, moves):
     assert bool(movement(before, after, Rates())) == moves
 
 
+@pytest.mark.parametrize("faults", [6.0, 400.0])
+def test_a_mapped_file_whose_bytes_nobody_counts_is_read_by_its_page_faults(faults):
+    """Lustre, NFS, FUSE: rchar and read_bytes stand; pages are dropped as fast as they come, so memory stands too."""
+
+    def make(t):
+        return {"processes": [replace(spinning(t), majflt=int(faults * t), rss_bytes=40 * MIB)]}
+
+    found = assess(series(120, make), PATIENCE)
+    assert not found.stalled
+    assert found.idle_seconds == 0
+    assert found.reasons == [f"scheduler TP0 pages in {faults:.0f} times a second"]
+    for phase in set(STARTING) - {"weights"}:
+        assert assess(series(120, make, phase), PATIENCE).stalled, phase
+
+
+@pytest.mark.parametrize("every", [1.0, 4.0])
+def test_a_fault_now_and_then_is_no_reading(every):
+    """A hung server's threads wake, and their code may have been pushed out of memory."""
+    samples = series(120, lambda t: {"processes": [replace(spinning(t), majflt=int(t / every))]})
+    assert assess(samples, PATIENCE).stalled
+
+
 def test_a_reused_pid_is_another_process():
     before = Sample(0.0, "weights", processes=[process()])
     after = Sample(1.0, "weights", processes=[replace(process(rchar=500 * MIB), start_time=101)])

@@ -58,15 +58,21 @@ def test_a_history_knows_what_is_done_what_was_under_way_and_what_runs_on() -> N
     history = History()
     steps = Steps(lambda event: history.add("gpu01", event))
     steps.begin("patch", "patching /opt/python")
+    steps.end("patch")
     steps.tell("patch", "patched with p@1")
     steps.tell("plan", "plan: more")
     steps.begin("launch", "launching a")
+    steps.end("launch")
     steps.tell("launch", "launched a (pid 7)", "a")
     steps.begin("launch", "launching b")
+    history.add("gpu01", {"event": "tick", "server": "a", "phase": "weights"})  # a starts beside it
+    steps.tell("lock", "this host is no longer held")
     found = history.of("gpu01")
     assert found.done == ["patched with p@1", "launched a (pid 7)"]
     assert found.doing == "launching b"
     assert found.running == ["a"]
+    steps.begin("stop", "stopping a")
+    steps.end("stop")
     steps.tell("stop", "stopped a")
     assert (found.running, found.doing) == ([], "")
 

@@ -39,7 +39,7 @@ from fleetdump.tasks.restart import exit_code, restart
 from fleetdump.tasks.revert import revert
 from fleetdump.tasks.server import LogView, Target, diagnose_host, logs, status, stop
 from fleetdump.tasks.verify import verify
-from fleetdump.tasks.watch import WatchPlan, watch
+from fleetdump.tasks.watch import Listener, WatchPlan, watch
 from tests.unit.engineinstall import Install, install, runnable, spec
 from tests.unit.manifests import manifest_line, text_of
 
@@ -125,7 +125,7 @@ def test_a_name_that_nobody_knows_is_wrong_usage(host: Host) -> None:
     assert stop(host, ["main"], ignore).absent == ["main"]
     looks: list[Callable[[], object]] = [
         lambda: logs(host, LogView("mian"), ignore),
-        lambda: watch(host, WatchPlan(("main", "mian"), seconds=1), ignore),
+        lambda: watch(host, WatchPlan(("main", "mian"), seconds=1), Listener(ignore)),
         lambda: diagnose_host(host, Target("mian", seconds=0.1)),
     ]
     for look in looks:
@@ -139,7 +139,7 @@ def test_a_server_that_the_inventory_lost_can_be_looked_at(host: Host) -> None:
     log.write_text("last words\n")
     save_record(state, ServerRecord("old", 1, 1, "l", 1, "127.0.0.1", "python3", "/m", 1, [], [], str(log), "i", 0.0))
     assert logs(host, LogView("old"), ignore).tail == ["last words"]
-    (old,) = watch(host, WatchPlan(("old",), seconds=1), ignore).servers
+    (old,) = watch(host, WatchPlan(("old",), seconds=1), Listener(ignore)).servers
     assert old.server == "old"
 
 

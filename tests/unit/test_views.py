@@ -32,7 +32,19 @@ from fleetdump.tasks.deployplan import Attempt, DeployReport, ServerReport
 from fleetdump.tasks.selfcheck import ServerCheck
 from fleetdump.tasks.server import Diagnosis
 from fleetdump.tasks.steps import HostHistory
-from fleetdump.views import checks, console, deploys, hosts, locks, patches, progress, selfcheck, status, watch
+from fleetdump.views import (
+    checks,
+    console,
+    deploys,
+    hosts,
+    interrupts,
+    locks,
+    patches,
+    progress,
+    selfcheck,
+    status,
+    watch,
+)
 from fleetdump.views.console import HostResult, SafeConsole, print_error, print_json, quoted, visible
 
 EVIL = "\x1b]0;title\x07\x1b[31m[red]x[/red] :bug: \x9b2J \u202egpj\nerror: forged\r"
@@ -49,7 +61,7 @@ def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         made = SafeConsole(
             file=stream, force_terminal=request.param, no_color=True, soft_wrap=True, highlight=False, emoji=False
         )
-        for module in (checks, console, deploys, hosts, locks, progress, selfcheck, status, watch):
+        for module in (checks, console, deploys, hosts, interrupts, locks, progress, selfcheck, status, watch):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, made)
     return lambda: (streams[0].getvalue(), streams[1].getvalue())
@@ -118,7 +130,7 @@ EVIL_ANSWERS: dict[str, Callable[[], None]] = {
         {"h1": DeployReport(EVIL, servers=[ServerReport("main", "ready")], attempts=[Attempt(EVIL, EVIL)])}
     ),
     "attempt": lambda: hosts.show_deploy("h1", DeployReport(attempts=[Attempt(EVIL, EVIL, [EVIL])])),
-    "interrupted": lambda: deploys.show_interrupted({"h1": HostHistory([EVIL], EVIL, [EVIL])}, ["h1"]),
+    "interrupted": lambda: interrupts.show_interrupted({"h1": HostHistory([EVIL], EVIL, [EVIL])}, ["h1"]),
     "not started": lambda: hosts.show_not_started(["h1"], EVIL),
     "not ready": lambda: hosts.show_deploy(
         "h1",
@@ -257,15 +269,29 @@ def test_a_diff_has_its_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
     assert "\n same\n" in stream.getvalue()
 
 
-def test_an_interrupt_tells_hosts_alike_once_and_nothing_of_those_that_had_ended(captured: Capture) -> None:
-    done = HostHistory(["patched with p@1"], "launching main", [], False)
-    histories = {"gpu01": done, "gpu02": HostHistory(list(done.done), done.doing), "gpu03": HostHistory(ended=True)}
-    deploys.show_interrupted(histories, ["gpu01", "gpu02", "gpu03", "gpu04"])
+def test_an_interrupt_tells_hosts_alike_once(captured: Capture) -> None:
+    done = HostHistory(["patched with p@1"], "launching main", [])
+    histories = {"gpu01": done, "gpu02": HostHistory(list(done.done), done.doing)}
+    interrupts.show_interrupted(histories, ["gpu01", "gpu02", "gpu04"])
     _, err = captured()
     assert "gpu[01-02]: patched with p@1; launching main was under way and may or may not be done" in err
     assert "gpu04: nothing was changed" in err
-    assert "gpu03" not in err
     assert "the same command again" in err
+
+
+def test_an_interrupt_of_other_commands_says_what_may_have_been_done(captured: Capture) -> None:
+    interrupts.show_change_cut("stop", ["gpu01"], ["gpu03", "gpu02"])
+    interrupts.show_look_cut(["gpu01"], ["gpu03", "gpu02"])
+    interrupts.show_look_cut(["gpu01"], [])
+    _, err = captured()
+    for text in (
+        "gpu01: stop has ended",
+        "gpu[02-03]: stop was under way and may or may not be done",
+        "the same command again",
+        "nothing was changed on the hosts; no answer yet from gpu[02-03]",
+    ):
+        assert text in err
+    assert err.rstrip().endswith("nothing was changed on the hosts")
 
 
 def test_weights_are_told_with_their_eta_now_and_then(captured: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +304,39 @@ def test_weights_are_told_with_their_eta_now_and_then(captured: Capture, monkeyp
         lines.update("gpu01", {"event": "tick", "server": "main", "phase": "jit"})
     _, err = captured()
     assert err.splitlines() == ["[gpu01] main: weights 38.0 GiB of 76.0 GiB, 1.0 GiB/s, 38s left"] * 2
+
+
+def test_a_deploy_names_the_host_that_loads_more_slowly_than_the_others(
+    captured: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = progress.StartLines()
+
+    def tick(host: str, rate: float, phase: str = "weights") -> None:
+        load = {"load_bytes": 1 << 30, "load_rate": rate * 1e9} if phase == "weights" else {}
+        lines.update(host, {"event": "tick", "server": "main", "phase": phase, "lines": 217, **load})
+
+    for second in range(40):
+        now[0] = float(second)
+        for host in ("gpu01", "gpu02"):
+            tick(host, 2.9)
+        tick("gpu03", 0.0 if second < 10 else 2.9)  # has no rate in its first seconds
+        tick("gpu07", 0.4)
+    err = captured()[1]
+    assert [line for line in err.splitlines() if "others" in line] == [
+        "gpu07/main loads at 0.4 GB/s, the others at 2.9"
+    ], err
+
+
+def test_lines_are_told_beside_those_of_healthy_starts(captured: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = progress.StartLines()
+    tick = {"event": "tick", "server": "main", "phase": "kv_pool", "lines": 217, "usual_lines": "636 to 641"}
+    for now[0] in (0.0, 31.0):
+        lines.update("gpu01", tick)
+    assert captured()[1] == "[gpu01] main: still kv_pool, for 31s, 217 log lines; healthy starts 636 to 641\n"
 
 
 def test_a_start_shows_a_sign_of_life_in_every_phase(captured: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

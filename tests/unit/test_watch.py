@@ -16,7 +16,7 @@ from fleetdump.agent import detach, healthy, procfs, progress
 from fleetdump.agent import watch as watch_module
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.logmarks import parse_log
-from fleetdump.agent.protocol import PHASES, AgentFailure, Patience, Request, WatchArgs
+from fleetdump.agent.protocol import PHASES, AgentFailure, HealthyProfile, Patience, Request, WatchArgs
 from fleetdump.agent.server import ServerRecord, load_record, save_record
 from fleetdump.agent.watch import LogFollower, Situation, judge, watch
 
@@ -187,6 +187,20 @@ def test_the_stall_compares_with_healthy_starts(start, look, state, port):
     result, _ = look(patience=0.8)
     assert result.healthy.lines_max == 13
     assert "6 log lines (healthy starts had 13)" in result.detail
+
+
+def test_a_new_host_is_as_patient_as_healthy_starts_of_other_hosts_took(start, look, state):
+    """Its own profile is none; those of another kind of start do not count."""
+    _, key = healthy.kind_of(start(loading()))
+    slow = HealthyProfile(key, 7, 636, 641, 90.0, {"kv_pool": 3.0}, slowest={"kv_pool": 40.0})
+    other = replace(slow, key="other", lines_max=9, slowest={"kv_pool": 9000.0})
+    result, events = look(patience=0.5, healthy=[other, slow], until=4.0)
+    assert result.outcome == "timeout", result.detail
+    assert result.healthy.lines_span == "636 to 641"
+    assert result.kind == key
+    assert {e["usual_lines"] for e in events if e["event"] == "tick"} == {"636 to 641"}
+    result, _ = look(patience=0.5, healthy=[other])
+    assert (result.outcome, result.healthy) == ("stall", None)
 
 
 def test_evidence_is_taken_on_a_stall(start, look, monkeypatch, state):

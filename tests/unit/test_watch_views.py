@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 
 from fleetdump.agent.patching import read_state
-from fleetdump.agent.protocol import Fault, HealthyProfile, MonitorResult, StatusResult, TapStatus, Vitals
+from fleetdump.agent.protocol import (
+    Fault,
+    HealthyProfile,
+    MonitorResult,
+    StatusResult,
+    TapStatus,
+    Vitals,
+    merged_profile,
+)
 from fleetdump.agent.protocol import ServerState as State
 from fleetdump.errors import ExitCode
-from fleetdump.tasks.watch import exit_code, merged_profile, slow_loaders
+from fleetdump.tasks.watch import exit_code, load_rates, slow_loaders
 from fleetdump.views import status as status_view
 from fleetdump.views import watch as watch_view
 from fleetdump.views.console import SafeConsole
@@ -49,14 +57,14 @@ def test_a_slow_host_is_named_against_the_others(capsys: pytest.CaptureFixture[s
     ],
 )
 def test_outliers(rates: list[float], slow: list[int]) -> None:
-    found = slow_loaders({str(place): loading(rate) for place, rate in enumerate(rates)})
+    found = slow_loaders({str(place): rate * GB for place, rate in enumerate(rates)})
     assert [int(one.name) for one in found] == slow
 
 
 def test_a_host_that_has_just_begun_is_no_outlier() -> None:
     servers = {str(place): loading(2.9) for place in range(3)}
-    assert slow_loaders({**servers, "new": loading(0.0, load_bytes=0)}) == []
-    assert slow_loaders({**servers, "ready": loading(0.0, phase="serving")}) == []
+    assert set(load_rates({**servers, "new": loading(0.0, load_bytes=0)})) == set(servers)
+    assert set(load_rates({**servers, "ready": loading(0.0, phase="serving")})) == set(servers)
 
 
 def test_healthy_starts_are_merged_over_hosts() -> None:
@@ -64,6 +72,10 @@ def test_healthy_starts_are_merged_over_hosts() -> None:
     assert merged is not None
     assert (merged.starts, merged.lines_span, merged.seconds) == (4, "636 to 641", 85.0)
     assert merged.phase_seconds == {"weights": 42.5}
+    assert merged.longest == {"weights": 50.0}, "patience is stretched by the slowest host, not by the mean"
+    again = merged_profile([merged, profile(9, (1, 1), 10.0)])
+    assert again is not None
+    assert again.longest == {"weights": 50.0}
     assert merged_profile([]) is None
 
 
@@ -85,6 +97,34 @@ def test_lines_come_on_change_alone(capsys: pytest.CaptureFixture[str]) -> None:
     view.update("h", ready)
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" ")[2][:9] for line in lines] == ["ready, up", "port_clos", "over: por"]
+
+
+def test_a_cut_link_is_told_once_and_so_is_its_return(capsys: pytest.CaptureFixture[str]) -> None:
+    for as_json in (False, True):
+        view = WatchView(as_json)
+        view.update("h", Vitals("main", "ready", "serving"))
+        view.lost("h", "no route")
+        view.lost("h", "no route")
+        view.update("other", Vitals("main", "ready", "serving"))
+        view.update("h", Vitals("main", "ready", "serving"))
+        view.lost("h", "no route")
+        view.empty("h")
+    out, err = capsys.readouterr()
+    told = [line.partition("up")[0].rstrip(" ,") for line in err.splitlines()]
+    cut = "h link lost, trying again: no route"
+    assert told == [
+        "h/main ready",
+        cut,
+        "other/main ready",
+        "h is back",
+        cut,
+        "h is back",
+        "h nothing of ours runs there",
+    ]
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [one["event"] for one in events if one["host"] == "h"] == [
+        "vitals", "lost", "back", "vitals", "lost", "back", "empty"
+    ]  # fmt: skip
 
 
 def test_a_host_without_servers_is_told_once_it_has_been_looked_at(
