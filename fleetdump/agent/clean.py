@@ -11,6 +11,7 @@ from typing import List, Set
 
 from fleetdump.agent import engine, patching, patchrecord
 from fleetdump.agent.context import AgentContext
+from fleetdump.agent.controlling import stop_controllers
 from fleetdump.agent.formats import RANKS_FOLDER, SELFCHECK_PREFIX, FormatError
 from fleetdump.agent.jsonl import open_journal, read_lines
 from fleetdump.agent.launch import made_dirs
@@ -54,7 +55,8 @@ def _listed(args: CleanArgs, ctx: AgentContext) -> CleanResult:
             elif paths:
                 result.removed.append(f"{folder} ({len(paths)} files)")
                 result.freed_bytes += sum(path.lstat().st_size for path in paths)
-    wanted = [ctx.state.root / "runs" / run for run in _runs(ctx, args.runs)] if args.runs else [ctx.state.root]
+    folders = [ctx.state.root / kind / run for run in args.runs for kind in ("runs", "controllers")]
+    wanted = [folder for folder in folders if folder.is_dir()] if args.runs else [ctx.state.root]
     for path in wanted:
         result.removed.append(str(path))
         result.freed_bytes += tree_bytes(path)
@@ -63,6 +65,8 @@ def _listed(args: CleanArgs, ctx: AgentContext) -> CleanResult:
 
 def _clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
     result = CleanResult()
+    for folder in stop_controllers(ctx.state, args.runs):
+        _remove_tree(folder, result)
     kept_runs: Set[str] = set()
     for directory in _capture_dirs(args, ctx):
         kept_runs |= _clean_capture(directory, args, ctx, result)
