@@ -5,10 +5,13 @@ Prints one JSON object:
 ``samples_per_s``  of the driver against a server that answers at once;
 ``scaling_4``  samples a second of four servers with their drivers at once / four times those of one, each server
 limited to the same rate of tokens;
+``tail_ratio``  the last 5 % of a run's tokens on four hosts, one of them four times slower, / ideal (``drivetail``);
 ``lease_ms``  the share of 1,000 samples of a 1,000,000-row ledger is read and recorded as submitted;
 ``resume_s``  ``open_run`` of that run once more, after its data set was read anew (``read_s``); each also as seconds of
-the processor, which other work on the machine does not change; ``rss_mb`` the peak of that process.
-Repeat: ``python -m bench.drive``.
+the processor, which other work on the machine does not change; ``rss_mb`` the peak of that process;
+``begin_s``, ``begin_rss_mb``  the same of ``open_run`` when the run begins.
+``load`` is the machine's, of five minutes, before and after. It takes about 20 minutes, most of them for the tail: a
+shorter run's tail is as long, and its ideal shorter. Repeat: ``python -m bench.drive``.
 """
 
 from __future__ import annotations
@@ -25,16 +28,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from bench.drivehost import LAYERS, Host, stand_in
+from bench.drivetail import measure_tail
 from fleetdump.agent.context import State
 from fleetdump.agent.drive import start_driver
 from fleetdump.agent.formats import row_line
-from fleetdump.agent.procfs import start_time
 from fleetdump.agent.protocol import CaptureSpec
-from fleetdump.agent.server import PASSED, ServerRecord, boot_id, save_record
 from fleetdump.agent.share import Share, ShareSpec
 
 SERVICE = 0.05
@@ -46,15 +48,24 @@ HOSTS, RATE, SCALED_SAMPLES = 4, 100.0 * TOKENS, 1000
 ROWS = 1_000_000
 SHARE = 1000
 REPETITIONS = 3
-LAYERS = [1, 3]
 
 
 def main() -> None:
+    began = os.getloadavg()[1]
     with tempfile.TemporaryDirectory(prefix="fleetdump-bench-") as scratch:
-        figures = measure_driver(Path(scratch))
+        figures = about() | measure_driver(Path(scratch))
         figures["scaling_4"] = measure_scaling(Path(scratch))
+        figures.update(measure_tail(Path(scratch) / "tail").figures())
         figures.update(measure_ledger(Path(scratch)))
-    print(json.dumps(figures))
+    print(json.dumps({**figures, "load": [round(load, 1) for load in (began, os.getloadavg()[1])]}))
+
+
+def about() -> dict[str, object]:
+    """What was measured, where and when."""
+    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    return {"command": "python -m bench.drive", "commit": commit, "date": date, "cores": os.cpu_count()}
 
 
 # --------------------------------------------------------------------------- driver
@@ -62,12 +73,12 @@ def measure_driver(scratch: Path) -> dict[str, object]:
     """Walls in seconds, the ratio of their medians, and the rate against a server that answers at once."""
     client, driver = [], []
     for turn in range(REPETITIONS):
-        with server(scratch / f"client-{turn}", SERVICE, capture=True) as port:
+        with stand_in(host(scratch / f"client-{turn}"), SERVICE) as port:
             client.append(asyncio.run(tight_client(port, SAMPLES)))
-        with server(scratch / f"driver-{turn}", SERVICE, capture=True) as port:
-            driver.append(drive(scratch / f"driver-{turn}", port, SAMPLES))
-    with server(scratch / "fast", 0.0, capture=True) as port:
-        fast = drive(scratch / "fast", port, FAST_SAMPLES, concurrency=64)
+        with stand_in(host(scratch / f"driver-{turn}"), SERVICE):
+            driver.append(drive(scratch / f"driver-{turn}", SAMPLES))
+    with stand_in(host(scratch / "fast")):
+        fast = drive(scratch / "fast", FAST_SAMPLES, concurrency=64)
     return {
         "samples_per_s": round(FAST_SAMPLES / fast, 1),
         "wall_ratio": round(statistics.median(driver) / statistics.median(client), 3),
@@ -78,58 +89,18 @@ def measure_driver(scratch: Path) -> dict[str, object]:
 
 def measure_scaling(scratch: Path) -> float:
     """Of the walls of one limited server alone and of four at once, each with its own work."""
-    with server(scratch / "one", 0.0, capture=True, rate=RATE) as port:
-        one = drive(scratch / "one", port, SCALED_SAMPLES)
+    with stand_in(host(scratch / "one"), rate=RATE):
+        one = drive(scratch / "one", SCALED_SAMPLES)
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(HOSTS) as pool:
         folders = [scratch / f"of-four-{n}" for n in range(HOSTS)]
-        ports = [stack.enter_context(server(folder, 0.0, capture=True, rate=RATE)) for folder in folders]
-        walls = list(pool.map(drive, folders, ports, [SCALED_SAMPLES] * HOSTS))
+        for folder in folders:
+            stack.enter_context(stand_in(host(folder), rate=RATE))
+        walls = list(pool.map(drive, folders, [SCALED_SAMPLES] * HOSTS))
     return round(one / max(walls), 3)
 
 
-@contextlib.contextmanager
-def server(scratch: Path, service: float, *, capture: bool = False, rate: float = 0.0) -> Iterator[int]:
-    """A server process; gives its port."""
-    scratch.mkdir(parents=True)
-    port_file = scratch / "port"
-    argv = [sys.executable, "-m", "bench.driveserver", "--port-file", str(port_file)]
-    argv += ["--service", str(service), "--rate", str(rate)]
-    argv += ["--capture", str(scratch / "capture")] if capture else []
-    process = subprocess.Popen(argv)
-    try:
-        while not port_file.exists():
-            time.sleep(0.01)
-        port = int(port_file.read_text())
-        if capture:
-            save_record(State(scratch / "state"), record(scratch, process.pid, port))
-        yield port
-    finally:
-        process.kill()
-        process.wait()
-
-
-def record(scratch: Path, pid: int, port: int) -> ServerRecord:
-    """The server, as ``launch`` would have recorded it."""
-    return ServerRecord(
-        name="main",
-        pid=pid,
-        start_time=start_time(pid) or 0,
-        launch_id="00000001",
-        port=port,
-        host="127.0.0.1",
-        python=sys.executable,
-        model_path=str(scratch),
-        tp=1,
-        argv=[],
-        env=[],
-        log="",
-        identity="",
-        started_at=time.time(),
-        capture_layers=LAYERS,
-        capture_dir=str(scratch / "capture"),
-        boot=boot_id(),
-        settings=PASSED,
-    )
+def host(scratch: Path) -> Host:
+    return Host(State(scratch / "state"), scratch / "capture", scratch)
 
 
 async def tight_client(port: int, samples: int) -> float:
@@ -151,10 +122,9 @@ async def tight_client(port: int, samples: int) -> float:
     return time.monotonic() - began
 
 
-def drive(scratch: Path, port: int, samples: int, concurrency: int = CONCURRENCY) -> float:
+def drive(scratch: Path, samples: int, concurrency: int = CONCURRENCY) -> float:
     """Seconds from the first attempt of a real driver process to the last manifest line."""
-    del port
-    state = State(scratch / "state")
+    state = host(scratch).state
     share = Share(state.share("r1", "main"))
     names = [f"s{n:06}" for n in range(samples)]
     rows = b"".join(row_line({"id": name, "input_ids": list(range(TOKENS))}) for name in names)
@@ -208,9 +178,10 @@ def measure_ledger(scratch: Path) -> dict[str, object]:
         for n in range(ROWS):
             file.write(f'{{"id": "s{n:07}", "text": "sample {n} of many"}}\n')
     argv = [sys.executable, "-m", "bench.drive", "--ledger", str(data)]
-    subprocess.run(argv, check=True)  # begins the run
-    resumed = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-    return dict(json.loads(resumed))
+    began, resumed = (
+        json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout) for _ in range(2)
+    )
+    return {**resumed, "begin_s": began["resume_s"], "begin_rss_mb": began["rss_mb"]}
 
 
 def ledger(data: Path) -> dict[str, object]:

@@ -42,6 +42,8 @@ CREATE TABLE IF NOT EXISTS copies(
 CREATE TABLE IF NOT EXISTS broken_rows(line INTEGER PRIMARY KEY, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS duplicates(
   id TEXT NOT NULL, host TEXT NOT NULL, server TEXT NOT NULL, PRIMARY KEY(id, host, server)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS overtaken(
+  host TEXT NOT NULL, server TEXT NOT NULL, PRIMARY KEY(host, server)) WITHOUT ROWID;
 """
 
 
@@ -247,6 +249,23 @@ class Ledger:
             self._db.executemany(
                 "UPDATE samples SET home_host = ?, home_server = ? WHERE id = ?", ((host, share, name) for name in ids)
             )
+
+    def unsettled(self, host: str) -> list[tuple[str, str]]:
+        """(id, share) of each sample that is given to this host and not known to be done, in the data set's order."""
+        sql = "SELECT id, home_server FROM samples WHERE home_host = ? AND state = 'planned' ORDER BY position"
+        return [(str(sample), str(share)) for sample, share in self._all(sql, host)]
+
+    def overtake(self, host: str) -> None:
+        """Samples of the host's shares are given to others without its knowing: it works on them until it is told."""
+        self._run("INSERT OR IGNORE INTO overtaken SELECT host, server FROM shares WHERE host = ?", host)
+
+    def overtaken(self, host: str) -> list[str]:
+        """The shares of the host that are to give away what they have not begun, since others were given it."""
+        return [str(row[0]) for row in self._all("SELECT server FROM overtaken WHERE host = ? ORDER BY server", host)]
+
+    def told(self, host: str, share: str) -> None:
+        """The share has given away what it had not begun."""
+        self._run("DELETE FROM overtaken WHERE host = ? AND server = ?", host, share)
 
     def still_home(self, ids: Iterable[str], host: str, share: str) -> list[str]:
         """Those of ``ids`` that no other share was given yet and that nobody has settled, in the data set's order."""

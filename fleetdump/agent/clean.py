@@ -10,6 +10,7 @@ from typing import List, Set
 
 from fleetdump.agent import engine, patching, patchrecord
 from fleetdump.agent.context import AgentContext
+from fleetdump.agent.controlling import controller_folders, stop_controllers
 from fleetdump.agent.formats import RANKS_FOLDER, SELFCHECK_PREFIX, FormatError
 from fleetdump.agent.jsonl import open_journal, read_lines
 from fleetdump.agent.launch import made_dirs
@@ -37,11 +38,14 @@ def clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
     with contextlib.ExitStack() as claims:
         _stop_drivers(args, ctx, claims)
         _refuse_uncollected(args, ctx)  # and again, now that nobody can commit
+        stop_controllers(ctx.state, args.runs)
         return _clean(args, ctx, Removal())
 
 
 def _clean(args: CleanArgs, ctx: AgentContext, removal: Removal) -> CleanResult:
     result = removal.result
+    for folder in controller_folders(ctx.state, args.runs):
+        removal.tree(folder)
     kept_runs: Set[str] = set()
     for directory in _capture_dirs(args, ctx):
         kept_runs |= _clean_capture(directory, args, ctx, removal)

@@ -345,6 +345,20 @@ class WithdrawnLine:
 
 
 @dataclass
+class RestartLine:
+    """``restarts.jsonl`` of a run: a controller had a server launched again. ``launch_id`` is the launch before,
+    ``verdict`` what was said of its end, ``suspect`` the sample that was alone in flight then, if one was."""
+
+    server: str
+    launch_id: str
+    verdict: str
+    suspect: str
+    operator: str
+    t: float
+    v: int = FORMAT_VERSION
+
+
+@dataclass
 class Row:
     """One row of a data set on its way to a host: conversation, text or ids; exactly one of the three is set."""
 

@@ -35,11 +35,12 @@ class Launch:
 @dataclass
 class Probe:
     """What a look at the server found: a launch that serves, or in words why there is none. ``stopped``: id of a launch
-    that ``fleetdump stop`` ended."""
+    that ``fleetdump stop`` ended; ``died``: of one that ended by itself."""
 
     launch: Optional[Launch]
     detail: str = ""
     stopped: str = ""
+    died: str = ""
 
 
 def probe(state: State, server: str, capture: CaptureSpec) -> Probe:
@@ -51,8 +52,8 @@ def probe(state: State, server: str, capture: CaptureSpec) -> Probe:
     launch = Launch(record.launch_id, record.pid, record.start_time, record.port, headers)
     if record.stopped_at or not launch.lives():
         how = "is stopped" if record.stopped_at else f"died (pid {record.pid})"
-        stopped = record.launch_id if record.stopped_at else ""
-        return Probe(None, f"server {server} {how}: waiting for it to be launched again", stopped)
+        stopped, died = (record.launch_id, "") if record.stopped_at else ("", record.launch_id)
+        return Probe(None, f"server {server} {how}: waiting for it to be launched again", stopped, died)
     mismatch = capture_mismatch(record, capture)
     if mismatch:
         return Probe(None, mismatch)

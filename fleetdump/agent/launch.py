@@ -28,6 +28,7 @@ from fleetdump.agent.stop import end_server
 
 OLD_LOGS = 5
 TAP_CONFIG = "tap.json"
+HOOK = "hook"
 
 
 @dataclass
@@ -56,7 +57,7 @@ def launch(args: LaunchArgs, ctx: AgentContext) -> LaunchResult:
     if record and members:
         end_server(record, ctx, grace=30.0)
     if by_hook:
-        hook = ctx.state.server(args.server.name) / "hook"
+        hook = ctx.state.server(args.server.name) / HOOK
         importhook.write(hook, by_hook, edits)
         plan.hook = str(hook)
     return _start(args, plan, ctx)

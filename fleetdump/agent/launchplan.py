@@ -7,14 +7,14 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, field
-from typing import Dict, List, Set, Tuple
+from typing import Dict, List, Optional, Set, Tuple
 
 from fleetdump.agent import engine, flagrules, procfs
 from fleetdump.agent.arguments import added_arguments, merge_arguments, refuse_own_options
 from fleetdump.agent.configfile import config_arguments, config_path
 from fleetdump.agent.neighbours import describe_port_owner
 from fleetdump.agent.patching import IMPORT_HOOK
-from fleetdump.agent.protocol import AgentFailure, Expectation, LaunchArgs, PatchSpec, ServerSpec, to_json
+from fleetdump.agent.protocol import AgentFailure, CaptureSpec, Expectation, LaunchArgs, PatchSpec, ServerSpec, to_json
 
 NOT_INHERITED = ("SSH_", "SUDO_", "FLEETDUMP_", "OLDPWD", "PWD", "_")
 
@@ -54,14 +54,27 @@ def plan(args: LaunchArgs) -> LaunchPlan:
         argv += ["--pp-size", str(spec.pp)]
     wanted, expected = _wishes(args)
     argv += merge_arguments(spec.args, wanted)
+    env = own_environment(spec)
+    identity = identity_of(argv, env, args.patch.sha256 if args.patch else "", args.capture, args.delivery)
+    return LaunchPlan(argv, env, identity, added_arguments(spec.args, wanted), expected)
+
+
+def own_environment(spec: ServerSpec) -> Dict[str, str]:
+    """The variables that are this server's own; they may be secrets."""
     env = dict(spec.env)
     if spec.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
-    what = [argv, env, args.patch.sha256 if args.patch else "", to_json(args.capture)]
-    if args.delivery == IMPORT_HOOK:
-        what.append(args.delivery)
-    identity = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-    return LaunchPlan(argv, env, identity, added_arguments(spec.args, wanted), expected)
+    return env
+
+
+def identity_of(
+    argv: List[str], env: Dict[str, str], patch_sha256: str, capture: Optional[CaptureSpec], delivery: str
+) -> str:
+    """``ServerRecord.identity`` of such a launch."""
+    what = [argv, env, patch_sha256, to_json(capture)]
+    if delivery == IMPORT_HOOK:
+        what.append(delivery)
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 def _wishes(args: LaunchArgs) -> Tuple[List[str], List[Expectation]]:

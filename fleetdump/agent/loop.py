@@ -19,12 +19,12 @@ from fleetdump.agent.gate import Launch, Probe, probe
 from fleetdump.agent.generate import Reply, Threads, prefill
 from fleetdump.agent.journals import Captured, Journals, PieceFault, join
 from fleetdump.agent.jsonl import encode_line, open_lines, write_all
-from fleetdump.agent.protocol import CANCEL, PAUSE, AgentFailure
+from fleetdump.agent.protocol import CANCEL, DRAIN, PAUSE, AgentFailure
 from fleetdump.agent.records import in_words, read_advice
 from fleetdump.agent.reporter import Reporter
 from fleetdump.agent.schedule import DEATHS_TO_REJECT, Sample, Schedule, backoff
 from fleetdump.agent.shardwriter import DISK_FULL
-from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.share import Order, Share, ShareSpec
 from fleetdump.agent.tapstatus import is_behind, taps_of
 from fleetdump.agent.withdraw import WithdrawRequest, give_away
 
@@ -110,9 +110,13 @@ class Loop:
         self.launch: Optional[Launch] = None
         """The server that answers; None: look for it first."""
         self.stopped_launch = ""
+        self.died_launch = ""
+        """What died is not stopped, though somebody ends what it left before it is launched again."""
         self.detail = "looking for the server"
         self.held = ""
         """Who paused the share, empty when nobody has."""
+        self.leaves = False
+        """Its host leaves the run: also what was begun is given away."""
         self.threads = Threads()
         self.attempts: BinaryIO = open_lines(share.attempts)
         self._paused_until = 0.0
@@ -333,7 +337,8 @@ class Loop:
         except AgentFailure as failure:
             self.held = in_words(failure)
             return
-        self.held = f"by {order.operator}; fleetdump resume goes on" if order and order.order == PAUSE else ""
+        self.leaves = order is not None and order.order == DRAIN
+        self.held = _held_by(order) if order is not None else ""
         if order is not None and order.order == CANCEL:
             for sample in self.open.values():
                 if self._lacks(sample.id):
@@ -342,17 +347,27 @@ class Loop:
     def _give_away(self, tokens: int) -> None:
         """Let another server have samples that were not begun. Only when they stand in withdrawn.jsonl it may."""
         taken = [sample for sample in self.schedule.withdraw(tokens) if self._lacks(sample.id)]
+        begun = [sample for sample in self._release() if self._lacks(sample.id)] if self.leaves else []
         try:
-            give_away(self.share, [sample.id for sample in taken])
+            give_away(self.share, [sample.id for sample in [*taken, *begun]])
         except OSError:
             self.schedule.waiting = sorted([*self.schedule.waiting, *taken], key=lambda sample: sample.tokens)
+            for sample in begun:
+                self.schedule.again(sample, 0.0)
             raise
+        taken += begun
         for sample in taken:
             del self.open[sample.id]
+            self.sent.pop(sample.id, None)
             self.given_away.add(sample.id)
             self.reporter.tokens_left -= sample.tokens
             self.reporter.progress.tokens -= sample.tokens
         self.reporter.progress.samples -= len(taken)
+
+    def _release(self) -> List[Sample]:
+        """What was sent and is to be sent again; rows that still come of it are nobody's once it is given away."""
+        lost, self.lost = self.lost, []
+        return [*self.schedule.release(), *(sent.sample for sent in lost)]
 
     # ------------------------------------------------------------------ sending
     def _send(self) -> None:
@@ -403,7 +418,7 @@ class Loop:
     def _note_end(self, sent: Sent, outcome: str, detail: str) -> None:
         """Log why an attempt ended. On a full disk the note is lost: then a later driver counts one failure less."""
         log.warning("%s: %s: %s", sent.rid, outcome, detail)
-        self.reporter.progress.retries += 1
+        self.reporter.failed(str(sent.rid), outcome, detail)
         try:
             self._write_attempt(sent.sample, sent.rid.attempt, outcome, detail)
         except OSError as error:
@@ -451,14 +466,23 @@ class Loop:
 
     def _take_probe(self, found: Probe) -> None:
         self._probing = False
-        self.stopped_launch = found.stopped or self.stopped_launch
+        self.died_launch = found.died or self.died_launch
+        if found.stopped != self.died_launch:
+            self.stopped_launch = found.stopped or self.stopped_launch
         self.detail = found.detail
+        self._tell_of_death(found.died)
         if found.launch is None:
             return
         self.launch = found.launch
         lost, self.lost = self.lost, []
         for sent in lost:
             self._judge_lost(sent, found.launch)
+
+    def _tell_of_death(self, launch_id: str) -> None:
+        """So that a controller can have the server restarted, and knows whether one sample may be to blame."""
+        alone = [sent.sample.id for sent in self.lost if sent.alone and sent.launch.launch_id == launch_id]
+        self.reporter.progress.dead_launch = launch_id
+        self.reporter.progress.suspect = alone[0] if alone else ""
 
     def _judge_lost(self, sent: Sent, back: Launch) -> None:
         """Did this request kill the server? It is a suspect unless the server was stopped on purpose or still lives."""
@@ -482,3 +506,10 @@ class Loop:
             self.schedule.suspect(sample)
         else:
             self._reject(sample, "killed_server", f"the server died {sample.deaths} times with it alone in flight")
+
+
+def _held_by(order: Order) -> str:
+    """Why nothing is sent, empty when the order does not say so."""
+    if order.order == DRAIN:
+        return f"leaving, by {order.operator}: what is not begun goes to other hosts; fleetdump resume takes it back"
+    return f"by {order.operator}; fleetdump resume goes on" if order.order == PAUSE else ""

@@ -63,6 +63,7 @@ VERB_TABLE: Dict[str, Verb] = {
     "verify": Verb(protocol.VerifyArgs, "verify:verify"),
     "shards": Verb(protocol.ShardsArgs, "shards:shards"),
     "fetch": Verb(protocol.FetchArgs, "shards:fetch"),
+    "controller": Verb(protocol.ControllerArgs, "controlling:controller", mutates=True),
     "clean": Verb(protocol.CleanArgs, "clean:clean", mutates=True),
 }
 

@@ -648,11 +648,28 @@ class LaunchResult:
 
 
 @dataclass
+class RunRestart:
+    """Why a run's controller restarts a server. ``launch_id``: the launch to be replaced, and no other one;
+    ``verdict``: what a diagnosis says of it; ``suspect`` as in ``RunProgress``."""
+
+    run: str
+    launch_id: str
+    verdict: str = ""
+    suspect: str = ""
+
+
+@dataclass
 class RestartArgs:
-    """Stop a server of ours and launch it again exactly as it was launched, whatever the inventory says now."""
+    """Stop a server of ours and launch it again exactly as it was launched, whatever the inventory says now. ``spec``
+    and ``capture`` are the inventory's, for what the record of a dead server does not hold (values of its environment,
+    secret arguments); they are used where they make the very same launch. With ``of_run`` it is a ``conflict`` when an
+    operator has stopped or replaced the launch, and the restart is counted."""
 
     server: str
     grace: float = 30.0
+    spec: Optional[ServerSpec] = None
+    capture: Optional[CaptureSpec] = None
+    of_run: Optional[RunRestart] = None
 
 
 @dataclass
@@ -1075,10 +1092,22 @@ class RunProgress:
     share_id: str = ""
     """Another one for each submit that made a share: its manifest is another file, even of the same run and server."""
     order: str = ""
-    """What the run's drivers on this host were told: ``pause``, ``cancel``, or nothing. An order that cannot be read
-    counts as a ``pause`` of the whole run."""
+    """What the run's drivers on this host were told: ``pause``, ``drain``, ``cancel``, or nothing. An order that cannot
+    be read counts as a ``pause`` of the whole run."""
     whole_run: bool = False
     """All hosts were told it (``OrderArgs``)."""
+    dead_launch: str = ""
+    """Id of the server's launch that died by itself and that the driver waits to see replaced, if there is one."""
+    suspect: str = ""
+    """The sample that was alone in flight when that launch died."""
+    restarts: int = 0
+    """How often a controller has restarted the server in this run with no such sample to blame."""
+    bytes_per_second: float = 0.0
+    """Of the samples' rows on the disk, as ``bytes_written``."""
+    disk_free_bytes: Optional[int] = None
+    """What the capture directory's disk has left; None while no driver has looked."""
+    last_error: str = ""
+    """Of the latest attempt that ended without a sample: which, how and why."""
 
 
 @dataclass
@@ -1138,15 +1167,17 @@ class BurstResult:
     tokens_per_second: Dict[str, float]
 
 
-PAUSE, CANCEL = "pause", "cancel"
-ORDERS = (PAUSE, "resume", CANCEL)
+PAUSE, CANCEL, DRAIN = "pause", "cancel", "drain"
+ORDERS = (PAUSE, "resume", CANCEL, DRAIN)
 
 
 @dataclass
 class OrderArgs:
     """Tell the drivers of a run on this host what to do, those of shares that come later too. ``order``: ``pause``
-    (send nothing more until ``resume``), or ``cancel`` (for good: what is not done is rejected as ``cancelled``).
-    ``whole_run``: all hosts of the run are told; a pause of some hosts alone has them give their work away."""
+    (send nothing more until ``resume``), ``cancel`` (for good: what is not done is rejected as ``cancelled``), or
+    ``drain`` (as ``pause``, and what is not in flight is given away as soon as somebody asks for it: the host leaves).
+    ``whole_run``: all hosts of the run are told; a pause of some hosts alone has them give their work away too, as
+    others have need of it."""
 
     run: str
     order: str
@@ -1372,6 +1403,42 @@ class TapStatus:
 
 
 @dataclass
+class ControllerArgs:
+    """Run ``fleetdump`` with ``argv`` on this host, as the controller of ``run``, by the interpreter ``python``, in the
+    folder ``controllers/<run>/`` below the state directory. The body's lines are files that are put there first, each
+    ``{"file": <name>, "data": <base64>}``, a file's lines one after the other; ``code/…`` is the package and is
+    replaced as a whole, a ledger that is there stays. ``detach``: start it and return; else its end is waited for."""
+
+    run: str
+    python: str
+    argv: List[str]
+    detach: bool = False
+
+
+@dataclass
+class ControllerResult:
+    """How it ended, with what it printed; with ``detach`` ``pid`` (0: it has ended at once), ``log``, the file that it
+    writes to, and as ``err`` its first words."""
+
+    code: int
+    out: str
+    err: str
+    pid: int = 0
+    log: str = ""
+
+
+@dataclass
+class ControllerState:
+    """The latest controller of ``run`` on this host, alive or not, and who put it there (user@machine)."""
+
+    run: str
+    pid: int
+    alive: bool
+    operator: str
+    started_at: float
+
+
+@dataclass
 class StatusResult:
     """Everything of ours on this host."""
 
@@ -1382,6 +1449,8 @@ class StatusResult:
     state_bytes: int = 0
     taps: List[TapStatus] = field(default_factory=list)
     """Of the last launch of each server."""
+    controllers: List[ControllerState] = field(default_factory=list)
+    """Of runs that are, or were, driven from this host."""
 
 
 @dataclass

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections import deque
+from pathlib import Path
 from typing import Deque, Optional, Tuple
 
 from fleetdump.agent.commit import Committer
@@ -16,6 +18,7 @@ log = logging.getLogger("fleetdump.driver")
 
 RATE_WINDOW = 10.0
 PROGRESS_SECONDS = 1.0
+ERROR_LENGTH = 300
 
 
 class Reporter:
@@ -26,8 +29,15 @@ class Reporter:
         self.progress = RunProgress(spec.run, share.server, "tokenising", samples=spec.rows, driver_pid=os.getpid())
         self.tokens_left = 0
         self._share = share
+        self._directory = spec.directory
         self._written = 0.0
-        self._rates: Deque[Tuple[float, int]] = deque()
+        self._rates: Deque[Tuple[float, int, int]] = deque()
+        """Time, tokens and bytes so far, of the last ``RATE_WINDOW`` seconds."""
+
+    def failed(self, attempt: str, outcome: str, why: str) -> None:
+        """An attempt ended without a sample."""
+        self.progress.retries += 1
+        self.progress.last_error = f"{attempt}: {outcome}: {why}".encode("utf-8", "replace").decode()[:ERROR_LENGTH]
 
     def report(self, state: str, detail: str, committer: Optional[Committer] = None) -> None:
         """Write the file when a second has passed since the last time, or the state is another."""
@@ -51,10 +61,23 @@ class Reporter:
         progress.tokens_done = totals.tokens
         progress.bytes_written = totals.bytes
         progress.manifest_bytes = committer.manifest_bytes
-        self._rates.append((now, totals.tokens))
+        progress.disk_free_bytes = _free(self._directory)
+        self._rates.append((now, totals.tokens, totals.bytes))
         while now - self._rates[0][0] > RATE_WINDOW:
             self._rates.popleft()
-        seconds = now - self._rates[0][0]
-        rate = (totals.tokens - self._rates[0][1]) / seconds if seconds else 0.0
+        began, tokens, written = self._rates[0]
+        seconds = now - began
+        rate = (totals.tokens - tokens) / seconds if seconds else 0.0
         progress.tokens_per_second = rate
+        progress.bytes_per_second = (totals.bytes - written) / seconds if seconds else 0.0
         progress.eta_seconds = self.tokens_left / rate if rate else 0.0
+
+
+def _free(directory: Path) -> Optional[int]:
+    """Of its disk; a run's folder is made with its first row."""
+    try:
+        while not directory.exists():
+            directory = directory.parent
+        return shutil.disk_usage(str(directory)).free
+    except OSError:
+        return None

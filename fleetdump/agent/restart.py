@@ -12,20 +12,22 @@ import secrets
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Dict, List, Tuple
+from typing import Dict, List, Optional, Tuple
 
-from fleetdump.agent import procfs
+from fleetdump.agent import importhook, procfs
 from fleetdump.agent.context import AgentContext
+from fleetdump.agent.formats import RestartLine
 from fleetdump.agent.jsonl import write_json
-from fleetdump.agent.launch import TAP_CONFIG, architecture, begin
-from fleetdump.agent.launchplan import inherited_environment
+from fleetdump.agent.launch import HOOK, TAP_CONFIG, architecture, begin
+from fleetdump.agent.launchplan import identity_of, inherited_environment, own_environment
 from fleetdump.agent.neighbours import describe_port_owner
 from fleetdump.agent.patching import IMPORT_HOOK
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import AgentFailure, LaunchResult, RestartArgs, RestartResult
+from fleetdump.agent.protocol import AgentFailure, LaunchResult, RestartArgs, RestartResult, RunRestart
 from fleetdump.agent.records import UNREADABLE, naming
 from fleetdump.agent.scrub import HIDDEN, scrub_argv
 from fleetdump.agent.server import ServerRecord, boot_id, living, load_record, server_state
+from fleetdump.agent.share import note_restart
 from fleetdump.agent.stop import end_server
 
 OF_A_LAUNCH = ("FLEETDUMP_LAUNCH_ID",)
@@ -40,11 +42,15 @@ def restart(args: RestartArgs, ctx: AgentContext) -> RestartResult:
     record = load_record(ctx.state, args.server)
     if record is None:
         raise AgentFailure("not_found", f"server {args.server} was never launched here", next_step=DEPLOY)
+    if args.of_run is not None:
+        _require_launch(record, args.of_run)
     members = living(record)
     tap_config = ctx.state.server(record.name) / TAP_CONFIG
-    argv, env = _as_launched(record, tap_config)
+    argv, env = _as_launched(record, tap_config, args)
     _check_port(record, [member.pid for member in members])
     tap = _tap_settings(record, tap_config) if record.capture_dir else None
+    if args.of_run is not None:
+        _count(record, args.of_run, ctx)
     killed = bool(members) and end_server(record, ctx, args.grace).killed
     fresh = _fresh(record, tap_config.with_name("server.log"))
     if tap is not None:
@@ -62,6 +68,25 @@ def restart(args: RestartArgs, ctx: AgentContext) -> RestartResult:
         warning=within.warning,
     )
     return RestartResult(launched, killed, fresh.patch, fresh.mark, fresh.ranks, bool(fresh.capture_dir))
+
+
+def _require_launch(record: ServerRecord, wanted: RunRestart) -> None:
+    """A run's controller brings back what died; what an operator has done meanwhile is that operator's."""
+    if record.launch_id == wanted.launch_id and not record.stopped_at:
+        return
+    raise AgentFailure(
+        "conflict",
+        f"server {record.name} is left alone",
+        where=f"{record.name}/server.json",
+        why="an operator stopped it" if record.stopped_at else "it was launched again meanwhile",
+        next_step="nothing, if that was meant; the run goes on when the server is ready",
+    )
+
+
+def _count(record: ServerRecord, why: RunRestart, ctx: AgentContext) -> None:
+    """Before the restart: one that fails counts too. The run's folder is there, for it has a share of this server."""
+    line = RestartLine(record.name, why.launch_id, why.verdict, why.suspect, ctx.request.operator, time.time())
+    note_restart(ctx.state.root / "runs" / why.run, line)
 
 
 def _fresh(record: ServerRecord, log: Path) -> ServerRecord:
@@ -83,25 +108,50 @@ def _fresh(record: ServerRecord, log: Path) -> ServerRecord:
     )
 
 
-def _as_launched(record: ServerRecord, tap_config: Path) -> Tuple[List[str], Dict[str, str]]:
+def _as_launched(record: ServerRecord, tap_config: Path, args: RestartArgs) -> Tuple[List[str], Dict[str, str]]:
+    """Command line and environment of the launch, but for its id."""
     if record.pid and record.boot == boot_id() and is_alive(record.pid, record.start_time):
         return _of_the_process(record)
+    argv, own = _of_the_inventory(record, args) or _of_the_record(record)
+    env = {**inherited_environment(), **own}
+    if record.delivery == IMPORT_HOOK:
+        env = importhook.environment(tap_config.with_name(HOOK), env)
+    if record.capture_dir:
+        env["FLEETDUMP_TAP_CONFIG"] = str(tap_config)
+    return argv, env
+
+
+def _of_the_inventory(record: ServerRecord, args: RestartArgs) -> Optional[Tuple[List[str], Dict[str, str]]]:
+    """Command line and own environment with the inventory's values; None where they are not those of the launch."""
+    if args.spec is None:
+        return None
+    argv, env = _with_secrets(record.argv, args.spec.args), own_environment(args.spec)
+    capture = args.capture if record.capture_dir else None
+    same = identity_of(argv, env, record.patch_sha256, capture, record.delivery) == record.identity
+    return (argv, env) if same else None
+
+
+def _with_secrets(scrubbed: List[str], args: List[str]) -> List[str]:
+    """The command line of a record with its hidden arguments as they stand in ``args``, where the same option is."""
+    known = dict(zip(zip(["", *scrub_argv(args)], scrub_argv(args)), args))
+    pairs = zip(["", *scrubbed], scrubbed)
+    return [known.get(pair, pair[1]) if HIDDEN in pair[1] else pair[1] for pair in pairs]
+
+
+def _of_the_record(record: ServerRecord) -> Tuple[List[str], Dict[str, str]]:
+    """Command line and own environment from the record alone. Raises ``AgentFailure`` conflict where it lacks some."""
     hidden = any(HIDDEN in arg for arg in record.argv)
     unknown = sorted(set(record.env) - set(record.import_env))
-    if hidden or unknown or record.delivery == IMPORT_HOOK:
+    if hidden or unknown:
         what = [f"the value of {name}" for name in unknown] + ["a secret argument"] * bool(hidden)
-        what += ["the import hook's environment"] * (record.delivery == IMPORT_HOOK)
         raise AgentFailure(
             "conflict",
             f"server {record.name} cannot be launched as it was",
             where=f"{record.name}/server.json",
-            why=f"it does not run, and {', '.join(what)} is in no file of ours",
+            why=f"it does not run, {', '.join(what)} is in no file of ours, and the inventory has another launch",
             next_step=DEPLOY,
         )
-    env = {**inherited_environment(), **record.import_env}
-    if record.capture_dir:
-        env["FLEETDUMP_TAP_CONFIG"] = str(tap_config)
-    return record.argv, env
+    return record.argv, record.import_env
 
 
 def _of_the_process(record: ServerRecord) -> Tuple[List[str], Dict[str, str]]:

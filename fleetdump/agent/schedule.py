@@ -98,6 +98,12 @@ class Schedule:
         self.waiting = kept[::-1]
         return taken
 
+    def release(self) -> List[Sample]:
+        """Take out all that was sent before and is to be sent again."""
+        taken = [*(sample for _, _, sample in self.retries), *self.suspects]
+        self.retries, self.suspects = [], deque()
+        return taken
+
     def landed(self, sample: Sample) -> None:
         """Its request has ended, well or not."""
         if self.in_flight.pop(sample.id, None) is not None:

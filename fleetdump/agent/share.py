@@ -13,14 +13,25 @@ from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Tuple
 
 from fleetdump.agent.context import State
-from fleetdump.agent.formats import SELFCHECK_PREFIX, SHARE_NAME, AttemptLine, is_run_name, share_id
-from fleetdump.agent.jsonl import decode_record, read_lines, write_json
+from fleetdump.agent.formats import (
+    SELFCHECK_PREFIX,
+    SHARE_NAME,
+    AttemptLine,
+    FormatError,
+    RestartLine,
+    is_run_name,
+    server_of,
+    share_id,
+)
+from fleetdump.agent.jsonl import append_lines, decode_record, open_lines, read_lines, write_json
 from fleetdump.agent.procfs import is_alive, start_time
-from fleetdump.agent.protocol import CANCEL, FINISHED, PAUSE, TOO_LONG, AgentFailure, CaptureSpec, RunProgress
+from fleetdump.agent.protocol import CANCEL, DRAIN, FINISHED, PAUSE, TOO_LONG, AgentFailure, CaptureSpec, RunProgress
 from fleetdump.agent.records import NOT_WRITABLE, broken, in_words, naming, read_advice, read_record
 from fleetdump.agent.schedule import Sample
 
 STOP_SECONDS = 5.0
+RESTARTS = "restarts.jsonl"
+"""Beside the shares of a run: how often its servers were restarted."""
 
 
 @dataclass
@@ -65,7 +76,7 @@ class DriverRecord:
 
 @dataclass
 class Order:
-    """``order.json`` of a run: what ``fleetdump pause`` or ``cancel`` told its drivers on this host, and who did.
+    """``order.json`` of a run: what ``fleetdump pause``, ``drain`` or ``cancel`` told its drivers here, and who did.
     ``whole_run`` as in ``OrderArgs``."""
 
     order: str
@@ -175,8 +186,11 @@ class Share:
             if progress.state != "stopped":
                 progress.detail = f"no driver lives: fleetdump resume --run {self.run}, or extract again, starts one"
             progress.state = "stopped"
-            progress.tokens_per_second = progress.eta_seconds = 0.0
+            progress.tokens_per_second = progress.bytes_per_second = progress.eta_seconds = 0.0
             progress.in_flight = 0
+        if progress.state not in ("running", "paused"):
+            progress.dead_launch = progress.suspect = ""
+        progress.restarts = restarts_of(self.root.parent, server_of(self.server))
         self._add_order(progress)
         return progress
 
@@ -201,7 +215,7 @@ class Share:
         it cannot be read: it said that something must not be done, so nothing may be until it is given anew."""
         again = f"fleetdump pause, resume or cancel --run {self.run} writes it anew; until then nothing is sent"
         order = read_record(Order, self.order_file, again)
-        if order is not None and order.order not in (PAUSE, CANCEL):
+        if order is not None and order.order not in (PAUSE, CANCEL, DRAIN):
             raise broken(self.order_file, f"no such order: {order.order!r}", again)
         return order
 
@@ -295,6 +309,23 @@ class Share:
         """All attempts so far, in order."""
         lines, _ = read_lines(self.attempts)
         return [decode_record(AttemptLine, line, str(self.attempts)) for line in lines]
+
+
+def note_restart(run_dir: Path, line: RestartLine) -> None:
+    """Count a restart of a run's server, durably."""
+    path = run_dir / RESTARTS
+    with naming(path), open_lines(path) as file:
+        append_lines(file, [line])
+
+
+def restarts_of(run_dir: Path, server: str) -> int:
+    """How often controllers have restarted the server in the run with no sample to blame (each of those is rejected
+    after a few). A file that cannot be read counts as none."""
+    with suppress(OSError, FormatError):
+        return sum(
+            line.get("server") == server and not line.get("suspect") for line in read_lines(run_dir / RESTARTS)[0]
+        )
+    return 0
 
 
 def runs_of(state: State) -> List[str]:

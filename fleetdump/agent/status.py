@@ -11,6 +11,7 @@ from typing import BinaryIO, Deque, Iterator, List, Optional
 
 from fleetdump.agent import patching
 from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.controlling import controllers_of
 from fleetdump.agent.guard import Guard, Stuck
 from fleetdump.agent.logfilter import LineFilter
 from fleetdump.agent.protocol import (
@@ -47,6 +48,7 @@ def status(args: StatusArgs, ctx: AgentContext) -> StatusResult:
         patch=_patch_state(args.interpreter, ctx) if args.interpreter else None,
         state_bytes=tree_bytes(ctx.state.root),
         taps=[tap for server in servers for tap in taps_of(ctx.state, server.name, server.launch_id)],
+        controllers=controllers_of(ctx.state),
     )
 
 

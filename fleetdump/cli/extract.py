@@ -4,44 +4,36 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from fleetdump.agent.protocol import FINISHED, RunProgress
+from fleetdump.cli._controller import take_seat, try_seat
 from fleetdump.cli._data import DataOptions, data_options
-from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
+from fleetdump.cli._driving import Run, Watching, drive, named_hosts
+from fleetdump.cli._fleet import FleetOptions, Seconds, fleet_options, lock_wait_option
 from fleetdump.cli._interrupt import say_and_leave
 from fleetdump.cli._preflight import look_at, preview_on
-from fleetdump.cli.runcontrol import code_of, give_order, goes_on, show_shares, watch
+from fleetdump.cli.runcontrol import give_order, goes_on, watch
 from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import BrokenRow
-from fleetdump.errors import ExitCode, LockedError, UnreachableError
-from fleetdump.fleet import Host, Outcome, fan_out
+from fleetdump.errors import ExitCode, LockedError, UnreachableError, UsageError
 from fleetdump.inventory import HostConfig
-from fleetdump.ledger import Ledger
+from fleetdump.tasks.attendance import ask_to_join
+from fleetdump.tasks.controller import arguments
 from fleetdump.tasks.extract import (
-    FOLLOW_SECONDS,
     ExtractSettings,
-    RunPlan,
-    Share,
-    follow,
     is_begun,
-    open_run,
     require_run_name,
     runs_file,
-    submit,
     targets_of,
 )
 from fleetdump.tasks.plan import Limits, estimate, require_deployed, require_fit, sample_of
-from fleetdump.tasks.rebalance import Balancer, serves
-from fleetdump.tasks.rejected import write_rejected
+from fleetdump.tasks.rebalance import PATIENCE_SECONDS
 from fleetdump.tasks.runlock import CONTROLLER, sole
-from fleetdump.tasks.survey import is_cancelled, require_not_cancelled, survey
-from fleetdump.views.console import count, err
-from fleetdump.views.progress import RunView
+from fleetdump.tasks.supervise import Policy
+from fleetdump.views.console import err
 
 SHOWN_BROKEN = 5
 PREVIEW_ROWS = 50
@@ -55,7 +47,45 @@ PREVIEW_ROWS = 50
 @click.option("--max-attempts", type=click.IntRange(1, 20), default=3, show_default=True)
 @click.option("--allow-full-disk", is_flag=True, help="Begin a run that is too large for the hosts' disks.")
 @click.option("--allow-failed-selfcheck", is_flag=True, help="Use servers whose self-check failed.")
+@click.option(
+    "--restart",
+    "restarts",
+    type=click.IntRange(0, 100),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="How often a server that dies is launched again in this run, while this command watches.",
+)
+@click.option(
+    "--patience",
+    type=Seconds(0, 7 * 86400),
+    default=PATIENCE_SECONDS,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without a host for so long, others compute what it has not done, while this command watches.",
+)
+@click.option(
+    "--add-host",
+    "add_host",
+    multiple=True,
+    metavar="PATTERN",
+    help="Have these hosts join the run, which is under way; as --host, may be repeated.",
+)
 @click.option("--detach", is_flag=True, help="Start it and leave; `attach` watches.")
+@click.option(
+    "--controller",
+    "seat_name",
+    default="",
+    metavar="HOST",
+    help="Start it and leave its controller on this host of the inventory, with that host's own SSH access.",
+)
+@click.option(
+    "--controller-python",
+    default="python3",
+    show_default=True,
+    metavar="PATH",
+    help="What runs the controller there: Python >= 3.10 with fleetdump's packages. Nothing is installed.",
+)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @lock_wait_option
 @fleet_options
@@ -67,7 +97,12 @@ def extract(
     max_attempts: int,
     allow_full_disk: bool,
     allow_failed_selfcheck: bool,
+    restarts: int,
+    patience: float,
+    add_host: tuple[str, ...],
     detach: bool,
+    seat_name: str,
+    controller_python: str,
     runs_dir: Path,
 ) -> None:
     """Tokenise DATA on the hosts with the model's chat template and run it through the patched servers.
@@ -76,10 +111,13 @@ def extract(
     server gets its whole share at the start and works on without this command: close the laptop, and call the
     same command again later to watch or, after a crash, to take the run up where it stands.
 
-    While it watches, a host that is done takes over what slower ones have not begun. To add a host to a run, deploy
-    it and give the command again; to take one out, `pause` it (--host) first. While one extract of a run is at work on
-    this machine, a second one only watches. Ctrl-C at a terminal asks once whether to leave the hosts at work, to
-    pause, or to cancel.
+    While it watches, a host that is done takes over what slower ones have not begun, and a server that dies is
+    diagnosed and launched again as it was (--restart). A host that cannot be reached is tried again; after a while
+    (--patience) the others compute what it has not done, and each sample counts once. To add a host to a run, deploy
+    it and give the command again with --add-host; `drain` takes one out. While one extract of a run is at work on this
+    machine, a second one only watches. Ctrl-C at a terminal asks once whether to leave the hosts at work, to pause, or
+    to cancel. Without it nothing expires: a driver whose server died waits until it is launched again.
+    For a laptop that sleeps --controller leaves all this to a process on a host of the fleet (docs/run.md).
 
     \b
     A row of DATA is one of:
@@ -92,85 +130,61 @@ def extract(
       fleetdump extract --data conversations.jsonl
       fleetdump extract --data conversations.jsonl --run second --host @small --detach
       fleetdump extract --data ultrachat/train --max-tokens 4096 --too-long truncate
+      fleetdump extract --data conversations.jsonl --add-host gpu09
+      fleetdump extract --data conversations.jsonl --controller gpu01 --controller-python /opt/fleetdump/bin/python
     """
     run_name = run_name or _run_name(data.path)
-    hosts = options.select(read_only=False)
+    hosts, joining = options.select(read_only=False), named_hosts(options, add_host)
+    hosts += [host for host in joining if host not in hosts]
     settings = ExtractSettings(data.max_tokens, data.too_long, token_budget, max_attempts, allow_failed_selfcheck)
     require_run_name(run_name)
     rows = data.take_in()
     _name_broken(rows.broken)
     targets_of(hosts)  # before any host is asked: can there be a run at all?
+    try:
+        seat = try_seat(options, hosts, run_name, seat_name, controller_python) if seat_name else None
+    except LockedError as error:
+        sys.exit(_only_watch(options, hosts, run_name, error))
     if not is_begun(runs_file(runs_dir, run_name)):
+        _refuse_joining(run_name, joining)
         _preflight(options, hosts, rows, data.limits, allow_full_disk)
+    watching = Watching(Policy(restarts, selfcheck=not allow_failed_selfcheck), patience, [one.name for one in joining])
+    run = Run(run_name, runs_dir, settings, watching, detach or seat is not None, seated=seat is not None)
     try:
         with sole(runs_dir / run_name, CONTROLLER):
-            code = _drive(options, hosts, rows, Run(run_name, runs_dir, settings, detach))
+            code = drive(options, hosts, rows, run)
+            if seat is not None:
+                argv = arguments(run_name, settings, ["--restart", str(restarts), "--patience", str(patience)])
+                take_seat(options, seat, rows, runs_file(runs_dir, run_name), argv)
     except LockedError as error:
-        err.print(f"{error.what}, {error.why}: only watching", markup=False)
-        code = watch(options, hosts, run_name)
+        if joining:
+            _leave_word(run, error)
+        code = _only_watch(options, hosts, run_name, error)
     except KeyboardInterrupt:
         code = _after_interrupt(options, hosts, run_name)
     sys.exit(code)
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the command line says of the run."""
-
-    name: str
-    runs_dir: Path
-    settings: ExtractSettings
-    detach: bool
-
-
-def _drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Run) -> ExitCode:
-    """Hand out the shares and, unless detached, watch them being worked on."""
-    run_name, runs_dir = run.name, run.runs_dir
-    targets = targets_of(hosts)
-    with Ledger(runs_file(runs_dir, run_name)) as ledger:
-        plan = open_run(ledger, run_name, rows, targets)
-        write_rejected(ledger, runs_dir / run_name)
-        knows_all = _look_around(options, hosts, run_name, ledger)
-        _announce(plan)
-        with_shares = {host for host, _ in plan.shares}
-        unclaimed = set(with_shares) if plan.resumed else set()
-        balancer = Balancer(run_name, ledger, lambda ids: Share(rows.lines(ids)), with_shares, unclaimed, knows_all)
-        # A host without a share joins the run, when somebody watches: it takes over from the others.
-        taking_part = [host for host in hosts if host.name in with_shares or (host.servers and not run.detach)]
-
-        def ended(name: str, outcome: Outcome[list[RunProgress]]) -> None:
-            balancer.forget(name)
-            final.extend(outcome.value or [])
-            report.add(name, outcome)
-
-        final: list[RunProgress] = []
-        report = Report(options, Verb("extract", show_shares, code=code_of, deadline=FOLLOW_SECONDS))
-        with RunView() as view:
-            fan_out(
-                taking_part,
-                _detached(plan, run.settings, ledger) if run.detach else _attached(plan, run.settings, balancer, view),
-                limit=max(options.jobs, len(taking_part)),
-                deadline=FOLLOW_SECONDS + 900,
-                options=options.connect_options(),
-                on_outcome=ended,
-            )
-    code = report.close()
-    if any(is_cancelled(share) for share in final):
-        err.print(f"run {run_name} was cancelled; next: fleetdump collect --data, for what is done", markup=False)
-    elif code == ExitCode.OK:
-        next_step = "give the same command without --detach to watch it" if run.detach else "fleetdump collect --data"
-        err.print(f"run {run_name} {'is under way' if run.detach else 'is done'}; next: {next_step}", markup=False)
-    return code
+def _refuse_joining(run_name: str, joining: Sequence[HostConfig]) -> None:
+    if joining:
+        raise UsageError(
+            f"run {run_name} is not under way here",
+            why="--add-host has hosts join a run in the middle",
+            next_step="leave it away: the run begins with all hosts that are chosen; or correct --run and --runs-dir",
+        )
 
 
-def _look_around(options: FleetOptions, hosts: list[HostConfig], run_name: str, ledger: Ledger) -> bool:
-    """Learn what the hosts know of the run and we do not; whether all of them have told. Raises ``UsageError`` for a
-    cancelled run. A host that cannot be asked is reported with its share."""
-    outcomes = fan_out(
-        hosts, lambda host: survey(host, run_name, ledger), limit=options.jobs, options=options.connect_options()
-    )
-    require_not_cancelled(run_name, {name: outcome.value or [] for name, outcome in outcomes.items()})
-    return all(outcome.error is None for outcome in outcomes.values())
+def _leave_word(run: Run, error: LockedError) -> None:
+    """Ask the process that drives the run to let hosts join. Raises ``error`` where that is on another machine."""
+    if error.where != str(run.folder):
+        raise error
+    ask_to_join(run.folder, run.watching.joining)
+    err.print(f"asked the extract that is at work to let {', '.join(run.watching.joining)} join", markup=False)
+
+
+def _only_watch(options: FleetOptions, hosts: list[HostConfig], run_name: str, error: LockedError) -> ExitCode:
+    err.print(f"{error.what}, {error.why}: only watching", markup=False)
+    return watch(options, hosts, run_name)
 
 
 def _after_interrupt(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:
@@ -186,48 +200,6 @@ def _after_interrupt(options: FleetOptions, hosts: list[HostConfig], run_name: s
     if what == "leave":
         say_and_leave(goes_on(run_name))
     return give_order(options, hosts, run_name, what)
-
-
-def _detached(plan: RunPlan, settings: ExtractSettings, ledger: Ledger) -> Callable[[Host], list[RunProgress]]:
-    return lambda host: submit(host, plan, settings, ledger)
-
-
-def _attached(
-    plan: RunPlan, settings: ExtractSettings, balancer: Balancer, view: RunView
-) -> Callable[[Host], list[RunProgress]]:
-    """A host's part: its shares, and then what it takes over from hosts that have more left."""
-
-    def work(host: Host) -> list[RunProgress]:
-        def note(name: str, progress: RunProgress) -> None:
-            balancer.note(host, progress)
-            view.update(name, progress)
-
-        try:
-            states = submit(host, plan, settings, balancer.ledger)
-            for share in states:
-                note(host.config.name, share)  # a share that is done already is never followed
-            more = balancer.reclaim(host, list(plan.of_host(host.config.name))) if plan.resumed else None
-            while True:
-                if more is not None:
-                    states = [*states, *submit(host, more, settings, balancer.ledger)]
-                if any(share.state not in FINISHED for share in states):
-                    states = follow(host, plan.run, note)
-                if any(share.state == "failed" for share in states):
-                    return states
-                more = balancer.wait_for_work(host) if states or serves(host) else None
-                if more is None:
-                    return states
-        finally:
-            balancer.forget(host.config.name)
-
-    return work
-
-
-def _announce(plan: RunPlan) -> None:
-    verb = "going on with" if plan.resumed else "starting"
-    err.print(
-        f"{verb} run {plan.run}: {count(plan.samples, 'sample')} on {count(len(plan.shares), 'server')}", markup=False
-    )
 
 
 def _name_broken(broken: Sequence[BrokenRow]) -> None:

@@ -22,7 +22,7 @@ from fleetdump.cli.patches import patches
 from fleetdump.cli.plan import plan
 from fleetdump.cli.restart import restart
 from fleetdump.cli.revert import revert
-from fleetdump.cli.runcontrol import attach, cancel, pause, resume
+from fleetdump.cli.runcontrol import attach, cancel, drain, pause, resume
 from fleetdump.cli.selfcheck import selfcheck
 from fleetdump.cli.status import status
 from fleetdump.cli.stop import stop
@@ -77,6 +77,7 @@ for _command in (
     extract,
     attach,
     pause,
+    drain,
     resume,
     cancel,
     verify,

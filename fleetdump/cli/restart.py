@@ -50,7 +50,8 @@ def restart(options: FleetOptions, servers: tuple[str, ...], no_selfcheck: bool)
     """Stop servers and launch them again with the very command line, environment and patch that they were launched
     with, whatever the inventory says now; then watch and check them as `deploy` does.
 
-    A server that no longer runs can be launched again only when nothing of its launch was secret.
+    A server that no longer runs is launched again from its record; what that does not hold (secrets, values of its
+    environment) is taken from the inventory, if it still describes that very launch.
 
     \b
     Example:

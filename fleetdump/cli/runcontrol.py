@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import click
 
-from fleetdump.agent.protocol import CANCEL, FINISHED, RunProgress
+from fleetdump.agent.protocol import CANCEL, DRAIN, FINISHED, RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
 from fleetdump.cli._interrupt import interruptible
 from fleetdump.errors import ExitCode, UsageError
@@ -17,7 +17,7 @@ from fleetdump.tasks.control import DEADLINE, order
 from fleetdump.tasks.control import attach as attach_to
 from fleetdump.tasks.extract import FOLLOW_SECONDS, require_run_name
 from fleetdump.views.console import err, out
-from fleetdump.views.progress import RunView
+from fleetdump.views.run import RunView
 
 run_option = click.option("--run", "run_name", required=True, metavar="NAME", help="Which run; `status` names them.")
 
@@ -55,12 +55,34 @@ def pause(options: FleetOptions, run_name: str) -> None:
     sys.exit(give_order(options, options.select(read_only=False), run_name, "pause", _all_are_meant(options)))
 
 
+@click.command(short_help="Have hosts leave a run; the others take over.")
+@run_option
+@lock_wait_option
+@fleet_options
+def drain(options: FleetOptions, run_name: str) -> None:
+    """Have hosts leave a run in the middle: what is in flight there ends and counts, everything else is given to the
+    other hosts by the `extract` that watches, and the drivers stop. What is done stays to be collected, so collect
+    before the host is given back. `resume` takes it back.
+
+    \b
+    Example:
+      fleetdump drain --run conversations --host gpu07
+    """
+    require_run_name(run_name)
+    if _all_are_meant(options):
+        raise UsageError(
+            "all hosts cannot leave a run",
+            next_step="name those that do with --host or --exclude; fleetdump pause lets the whole run rest",
+        )
+    sys.exit(give_order(options, options.select(read_only=False), run_name, DRAIN, whole_run=False))
+
+
 @click.command(short_help="Go on with a paused run.")
 @run_option
 @lock_wait_option
 @fleet_options
 def resume(options: FleetOptions, run_name: str) -> None:
-    """Take back a `pause`, and start drivers that died meanwhile.
+    """Take back a `pause` or a `drain`, and start drivers that died meanwhile.
 
     \b
     Example:
@@ -96,7 +118,7 @@ def _all_are_meant(options: FleetOptions) -> bool:
 def watch(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:
     """Show the run as it goes until all of these hosts are done with it, or nobody works on it any more."""
     verb = Verb("attach", show_shares, code=_watched, deadline=FOLLOW_SECONDS + 900)
-    with interruptible(goes_on(run_name)), RunView() as view:
+    with interruptible(goes_on(run_name)), RunView(options.as_json) as view:
         code, _ = _on_all(options, hosts, run_name, verb, lambda host: attach_to(host, run_name, view.update))
     return code
 
@@ -122,6 +144,9 @@ def give_order(
         err.print(f"all of run {run_name} is done; next: fleetdump collect --run {run_name} --data", markup=False)
     elif code == ExitCode.OK and what == "pause":
         err.print(f"next: fleetdump resume --run {run_name}", markup=False)
+    elif code == ExitCode.OK and what == DRAIN:
+        text = f"an extract of run {run_name} that watches gives their work to the others; where none does, give that"
+        err.print(f"{text} command again. Then: fleetdump collect --run {run_name} --data", markup=False)
     return code
 
 

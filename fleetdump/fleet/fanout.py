@@ -45,23 +45,26 @@ def fan_out(
     deadline: float = 600.0,
     options: ConnectOptions | None = None,
     on_outcome: Callable[[str, Outcome[R]], None] | None = None,
+    later: Callable[[], Sequence[HostConfig]] = lambda: (),
 ) -> dict[str, Outcome[R]]:
     """Connect to every host and run ``function`` there, on at most ``limit`` at a time; outcomes by host name, in the
     order of ``configs``.
 
     Each host has ``deadline`` seconds of its own for ``function``. One that does not return by then is reported as
     timed out, its connection is closed and its thread is left behind. ``on_outcome`` is called in this thread as each
-    host ends. An interrupt (Ctrl-C) closes all connections, which ends the agents, and is raised again.
+    host ends. ``later`` is asked in this thread, about twice a second, which hosts are to begin now, for the first
+    time or once more after they ended; when none is at work and none is to begin, that was all. An interrupt (Ctrl-C)
+    closes all connections, which ends the agents, and is raised again.
     """
     fleet = _Fleet(function, limit, deadline, options or ConnectOptions())
     try:
-        for name, outcome in fleet.outcomes(configs):
+        for name, outcome in fleet.outcomes(configs, later):
             if on_outcome is not None:
                 on_outcome(name, outcome)
     except BaseException:
         fleet.abandon_all()
         raise
-    return {config.name: fleet.done[config.name] for config in configs}
+    return {name: fleet.done[name] for name in dict.fromkeys([*(config.name for config in configs), *fleet.done])}
 
 
 class _Job(Generic[R]):
@@ -139,10 +142,15 @@ class _Fleet(Generic[R]):
         self.done: dict[str, Outcome[R]] = {}
         self._running: dict[str, _Job[R]] = {}
 
-    def outcomes(self, configs: Sequence[HostConfig]) -> Iterator[tuple[str, Outcome[R]]]:
-        """Start and collect until every host has an outcome."""
+    def outcomes(
+        self, configs: Sequence[HostConfig], later: Callable[[], Sequence[HostConfig]]
+    ) -> Iterator[tuple[str, Outcome[R]]]:
+        """Start and collect until every host has an outcome, and none comes later."""
         waiting = collections.deque(configs)
-        while waiting or self._running:
+        while True:
+            waiting.extend(later())
+            if not (waiting or self._running):
+                return
             while waiting and len(self._running) < MAX_THREADS:
                 config = waiting.popleft()
                 self._running[config.name] = _Job(self, config)

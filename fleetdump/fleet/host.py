@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,6 +71,22 @@ class Host(invoke.Context):  # type: ignore[misc]
     def closed(self) -> bool:
         """Whether it was closed here: a call that fails then has not lost its host."""
         return self._closed  # type: ignore[no-any-return]
+
+    def resolved(self) -> HostConfig:
+        """``config`` with address, user, port and host key as the open connection has them: what ``~/.ssh/config`` and
+        known_hosts files of this machine supplied is spelled out."""
+        transport = self._agent.transport
+        if not isinstance(transport, SshTransport):
+            return self.config
+        connection = transport.connection
+        key = connection.transport.get_remote_server_key()
+        return replace(
+            self.config,
+            address=connection.host,
+            user=connection.user,
+            port=connection.port,
+            host_key=self.config.host_key or key.fingerprint,
+        )
 
     def call(
         self,

@@ -103,10 +103,10 @@ def open_run(ledger: Ledger, run: str, data: DataSet, targets: Sequence[Target])
         ids.setdefault(assigned[row_id], []).append(row_id)
     plan = _plan(run, data, ids, resumed=False)
     _require_same_shares(ledger, plan)
-    planned = [
+    planned = (
         Planned(row_id, row.digest, *assigned[row_id], tokens=row.tokens, line=row.line)
         for row_id, row in data.rows.items()
-    ]
+    )
     shares = [(*target, share.sha256) for target, share in plan.shares.items()]
     ledger.plan(planned, shares, [(row.line, f"{row.reason}: {row.detail}") for row in data.broken])
     return plan

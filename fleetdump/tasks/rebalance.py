@@ -2,21 +2,28 @@
 
 Whoever is done asks for work; the share that would take longest gives so much that both would end together. Its driver
 withdraws the samples first, durable on its host, so that they are worked on by one server alone. A host whose server is
-dead, or that alone is paused because it shall leave, has no rate: it gives everything that it has not begun. A host
-that joins has nothing to begin with, and so takes over at once. An unreachable host cannot withdraw, and keeps its
-work. While a whole run is paused nothing moves; who was told to leave, or cancelled, takes nothing over.
+dead, or that alone is paused, has no rate: it gives everything that it has not begun. One that is drained does so at
+once, whether somebody waits for it or not. A host that joins has nothing to begin with, and so takes over at once.
+
+An unreachable host cannot withdraw. When it has been away for longer than the patience, what it is not known to have
+done is computed by others too, and whichever line of a sample comes first counts; when it is back, it gives away what
+it has not begun, before anything else. While a whole run is paused nothing moves; who was told to leave, or cancelled,
+takes nothing over.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fleetdump.agent.formats import server_of
 from fleetdump.agent.protocol import (
     CANCEL,
+    DRAIN,
     FINISHED,
     RunProgress,
     StatusArgs,
@@ -34,11 +41,21 @@ from fleetdump.tasks.survey import shares_on
 WITHDRAW_DEADLINE = 60.0
 LEAST_SECONDS = 20.0
 """What a share would end with by itself within so long stays where it is."""
+START_SECONDS = 8.0
+"""From the last sample of who is done to its first one of what it has taken over: its shards close, the samples are
+withdrawn and tokenised, a driver starts."""
+STARTING = ("tokenising", "running")
+FRESH_SECONDS = 60.0
+"""For so long a share that has done nothing yet is thought to be as fast as its host was before: else it would be taken
+for one whose server is dead, and give all away that it has just taken over."""
 LOOK_SECONDS = 2.0
 ASK_SECONDS = 30.0
 """Before a share that had nothing to give is asked again."""
 JOIN_SECONDS = 120.0
 """For so long from its beginning a run waits for hosts that have not said yet how much they have."""
+PATIENCE_SECONDS = 600.0
+"""Without a host for so long, others compute what it has not done."""
+ALL_TOKENS = 1 << 60
 
 
 @task
@@ -48,12 +65,27 @@ def serves(host: Host) -> bool:
     return any(server.state in living for server in host.call(StatusArgs(), StatusResult, verb="status").servers)
 
 
+def require_server(host: Host) -> None:
+    """Raise ``HostError`` when no server of ours lives on a host that is to join a run."""
+    if not serves(host):
+        raise HostError(
+            "no server of ours runs there",
+            host.config.name,
+            "a host joins a run with its servers",
+            f"fleetdump deploy --host {host.config.name}, then the same command again",
+        )
+
+
 @dataclass
 class Known:
     """A share as its host last said it is."""
 
     progress: RunProgress
     host: Host
+    is_fresh: bool = False
+    """It has done nothing yet, and has not had the time to."""
+    usual_rate: float = 0.0
+    """What its host has shown before, in tokens a second."""
 
     @property
     def target(self) -> Target:
@@ -72,7 +104,13 @@ class Known:
     @property
     def rate(self) -> float:
         """Tokens a second; 0 for a server that is dead, stopped or paused."""
-        return self.progress.tokens_per_second if self.progress.state == "running" else 0.0
+        measured = self.progress.tokens_per_second if self.progress.state == "running" else 0.0
+        return measured or (self.usual_rate if self.is_fresh else 0.0)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its host is to leave the run."""
+        return self.progress.order == DRAIN
 
     @property
     def run_rests(self) -> bool:
@@ -83,6 +121,14 @@ class Known:
     def seconds(self) -> float:
         """Until it would be done by itself."""
         return self.left / self.rate if self.rate else float("inf")
+
+
+def fair_part(known: Known, rate: float) -> int:
+    """Tokens of a share with which it and one who takes them over at ``rate`` tokens a second end together; all of
+    them where nobody works. Who takes them over begins ``START_SECONDS`` from now, and is given so much less."""
+    if not known.rate:
+        return max(1, int(known.left))
+    return int(max(0.0, known.left - START_SECONDS * known.rate) * rate / (rate + known.rate))
 
 
 @dataclass
@@ -99,36 +145,86 @@ class Balancer:
     unclaimed: set[str] = field(default_factory=set)
     knows_all: bool = True
     least_seconds: float = LEAST_SECONDS
+    patience: float = PATIENCE_SECONDS
     _began: float = field(default_factory=time.monotonic)
     _asked: dict[Target, float] = field(default_factory=dict)
     _known: dict[Target, Known] = field(default_factory=dict)
+    _seen: dict[Target, float] = field(default_factory=dict)
+    """Since when each share is known (``time.monotonic``)."""
     _best_rate: dict[str, float] = field(default_factory=dict)
     _homeless: list[tuple[Target, list[str]]] = field(default_factory=list)
-    """Samples that leaving hosts gave away to nobody, with the share that had them."""
+    """Samples that were given away to nobody, with the share that had them."""
+    _away: dict[str, float] = field(default_factory=dict)
+    """Hosts with unfinished work that cannot be reached, since when (``time.monotonic``)."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, host: Host, progress: RunProgress) -> None:
         """A share's newest state."""
         name = host.config.name
-        self._known[name, progress.server] = Known(progress, host)
+        is_fresh = self._is_fresh(name, progress)
+        known = self._known[name, progress.server] = Known(progress, host, is_fresh, self._best_rate.get(name, 0.0))
         self.pending.discard(name)
         self._best_rate[name] = max(self._best_rate.get(name, 0.0), progress.tokens_per_second)
+        if known.leaves and known.is_busy and self._may_ask(known):
+            self._asked[known.target] = time.monotonic()
+            # Not here: whoever tells us how the share stands must not wait for its driver.
+            threading.Thread(target=self._release, args=(known,), name=f"release-{name}", daemon=True).start()
+
+    def _is_fresh(self, name: str, progress: RunProgress) -> bool:
+        seen = self._seen.setdefault((name, progress.server), time.monotonic())
+        begins = progress.state in STARTING and not progress.tokens_done and not progress.dead_launch
+        return begins and time.monotonic() - seen < FRESH_SECONDS
 
     def forget(self, name: str) -> None:
-        """That host has ended, or could not be reached: nothing can be asked of it."""
+        """That host has ended: nothing can be asked of it."""
         self.pending.discard(name)
         self.unclaimed.discard(name)
         for target in [target for target in self._known if target[0] == name]:
             del self._known[target]
 
+    def lost(self, name: str) -> None:
+        """That host cannot be reached. What it was told to give up for good is nobody's."""
+        given_up = [known for known in self._of(name) if known.progress.order == CANCEL]
+        self.forget(name)
+        if not given_up and self.ledger.unsettled(name):
+            self._away.setdefault(name, time.monotonic())
+
+    def back(self, host: Host, *plans: RunPlan) -> None:
+        """The host can be reached. What others were given of its work it gives away as far as it has not begun it;
+        what it never got is no more in ``plans``. Raises ``UnreachableError``."""
+        name = host.config.name
+        self._away.pop(name, None)
+        for share in self.ledger.overtaken(name):
+            try:
+                self._withdraw(host, share, ALL_TOKENS)
+                self.ledger.submitted(name, share)
+            except HostError as error:
+                if error.code != "not_found":
+                    continue  # its driver does not answer: it may compute what others do too, until it is told
+                for plan in plans:
+                    plan.shares.pop((name, share), None)
+            self.ledger.told(name, share)
+
+    def give_back(self, plan: RunPlan) -> None:
+        """A host has refused what it was to take over: it is the next one's that asks."""
+        with self._lock:
+            for target in plan.shares:
+                ids = [sample for sample, share in self.ledger.unsettled(target[0]) if share == target[1]]
+                self._homeless.append((target, ids))
+
+    def left_over(self) -> int:
+        """Samples that were given away and that nobody has taken."""
+        with self._lock:
+            return sum(len(self.ledger.still_home(ids, *target)) for target, ids in self._homeless)
+
     def wait_for_work(self, host: Host) -> RunPlan | None:
         """What the host, which has nothing to do, takes over now; None when all others are done or nearly so, or when
         the host is to do nothing more."""
-        while True:
+        while not any(known.leaves for known in self._of(host.config.name)):
             with self._lock:
                 others = self._busy_beside(host)
                 victims = [known for known in others if self._may_give(known)]
-                if (victims or self._homeless) and not any(known.run_rests for known in others):
+                if (victims or self._homeless or self._given_up()) and not any(known.run_rests for known in others):
                     # The host is done, and so no longer followed: it may have been told something since.
                     told = [share for share in shares_on(host, self.run) if share.order]
                     if any(not share.whole_run for share in told):
@@ -137,9 +233,10 @@ class Balancer:
                     if plan is not None:
                         return plan
             waits = self.pending or self.unclaimed
-            if not others and not (waits and time.monotonic() - self._began < JOIN_SECONDS):
+            if not (others or self._away) and not (waits and time.monotonic() - self._began < JOIN_SECONDS):
                 return None
             time.sleep(LOOK_SECONDS)
+        return None
 
     def _next_plan(self, host: Host, victims: Sequence[Known]) -> RunPlan | None:
         while self._homeless:
@@ -147,7 +244,36 @@ class Balancer:
             ids = self.ledger.still_home(given, *target)
             if ids:
                 return self._move(ids, host, self._server(host))
-        return next((plan for plan in (self._take_over(host, known) for known in victims) if plan is not None), None)
+        plans = (self._take_over(host, known) for known in victims)
+        copies = (self._copy(host, name) for name in self._given_up())
+        # One after the other: what is taken over is moved at once, so nobody is asked once there is something.
+        return next((plan for plan in itertools.chain(plans, copies) if plan is not None), None)
+
+    def _of(self, name: str) -> list[Known]:
+        return [known for (at, _), known in list(self._known.items()) if at == name]
+
+    # ------------------------------------------------------------------ hosts that are away or leave
+    def _given_up(self) -> list[str]:
+        """Hosts that have been away for longer than the patience."""
+        return [name for name, since in list(self._away.items()) if time.monotonic() - since >= self.patience]
+
+    def _copy(self, host: Host, name: str) -> RunPlan | None:
+        """What a host that is away has not done, as far as is known, to be computed by this one too."""
+        self._away.pop(name, None)
+        ids = [sample for sample, _ in self.ledger.unsettled(name)]
+        if not ids:
+            return None
+        with self.ledger.transaction():
+            self.ledger.overtake(name)
+            return self._move(ids, host, self._server(host))
+
+    def _release(self, known: Known) -> None:
+        """Take from a leaving host what it has not in flight; it is the next one's that asks."""
+        with suppress(HostError, UnreachableError), self._lock:  # its own thread says what is wrong there
+            given = self._withdraw(known.host, known.progress.server, ALL_TOKENS)
+            ids = self.ledger.still_home(given, *known.target)
+            if ids:
+                self._homeless.append((known.target, ids))
 
     def reclaim(self, host: Host, shares: Sequence[str]) -> RunPlan | None:
         """What the host's shares gave away to a controller that died before it gave them on: the host's own again; or,
@@ -179,15 +305,21 @@ class Balancer:
         return sorted(busy, key=lambda known: known.seconds, reverse=True)
 
     def _may_give(self, known: Known) -> bool:
-        """Whether the share has much left, is not cancelled, and was not asked in vain just now."""
-        is_asked = time.monotonic() - self._asked.get(known.target, -ASK_SECONDS) < ASK_SECONDS
-        return known.seconds >= self.least_seconds and known.progress.order != CANCEL and not is_asked
+        """Whether the share has much left, is not cancelled, and was not asked in vain just now. Of one that has just
+        begun nobody knows, unless its host has worked before."""
+        if known.is_fresh and not known.rate:
+            return False
+        return known.seconds >= self.least_seconds and known.progress.order != CANCEL and self._may_ask(known)
+
+    def _may_ask(self, known: Known) -> bool:
+        return time.monotonic() - self._asked.get(known.target, -ASK_SECONDS) >= ASK_SECONDS
 
     def _take_over(self, host: Host, known: Known) -> RunPlan | None:
-        mine = self._best_rate.get(host.config.name) or known.rate or 1.0
-        tokens = int(known.left * mine / (mine + known.rate)) if known.rate else int(known.left)
+        tokens = fair_part(known, self._best_rate.get(host.config.name) or known.rate or 1.0)
+        if not tokens:
+            return None
         try:
-            given = self._withdraw(known.host, known.progress.server, max(1, tokens))
+            given = self._withdraw(known.host, known.progress.server, tokens)
         except (HostError, UnreachableError):
             return None  # its own thread says what is wrong there
         ids = self.ledger.still_home(given, *known.target)

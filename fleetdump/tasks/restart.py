@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.agent.protocol import (
+    CaptureSpec,
     RestartArgs,
     RestartResult,
+    RunRestart,
+    ServerSpec,
     SettingsArgs,
     SettingsResult,
     StatusArgs,
@@ -19,8 +23,9 @@ from fleetdump.agent.protocol import (
     from_json,
 )
 from fleetdump.diagnosis import Verdict, diagnose
-from fleetdump.errors import ExitCode, HostError
+from fleetdump.errors import ExitCode, HostError, UsageError
 from fleetdump.fleet import Host
+from fleetdump.inventory import resolve_secrets
 from fleetdump.tasks._task import task
 from fleetdump.tasks.selfcheck import check_server
 from fleetdump.tasks.starting import SETTINGS_DEADLINE, WATCH_LIMIT
@@ -47,6 +52,7 @@ class Restarted:
     log_tail: list[str] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     evidence_dir: str = ""
+    launch_id: str = ""
 
 
 def exit_code(servers: list[Restarted]) -> ExitCode:
@@ -76,19 +82,39 @@ def restart(host: Host, servers: list[str], selfcheck: bool, on_event: Event) ->
     return list(reports.values())
 
 
-def _launch(host: Host, report: Restarted, on_event: Event) -> RestartResult | None:
+def restart_of_run(host: Host, server: str, why: RunRestart, selfcheck: bool, on_event: Event) -> Restarted:
+    """Restart one server for the sake of a run, in place of the launch that ``why`` names and of no other. What does
+    not come up is in the result; raises ``LockedError`` while another operator changes the host."""
+    report = Restarted(server, "failed")
+    launched = _launch(host, report, on_event, why)
+    if launched is not None:
+        _see(host, launched, report, selfcheck, on_event)
+    return report
+
+
+def _launch(host: Host, report: Restarted, on_event: Event, of_run: RunRestart | None = None) -> RestartResult | None:
     _step(on_event, report.server, "stopping it and launching it again as it was")
-    args = RestartArgs(report.server, STOP_GRACE)
+    args = RestartArgs(report.server, STOP_GRACE, *_of_inventory(host, report.server), of_run)
     try:
         result = host.call(args, RestartResult, verb="restart", deadline=RESTART_DEADLINE)
     except HostError as error:
         report.detail, report.next_step = str(error), error.next_step
         return None
-    report.patch = result.patch
+    report.patch, report.launch_id = result.patch, result.launched.state.launch_id
     _step(on_event, report.server, f"launched (pid {result.launched.state.pid}) with {result.launched.held_by}")
     if result.launched.warning:
         _step(on_event, report.server, result.launched.warning)
     return result
+
+
+def _of_inventory(host: Host, server: str) -> tuple[ServerSpec | None, CaptureSpec | None]:
+    """The server's entry of the inventory with its secrets, and what its host captures; None where there is none."""
+    spec: ServerSpec | None = None
+    capture: CaptureSpec | None = None
+    with contextlib.suppress(UsageError):  # a living server brings all of it along, and the agent says what it lacks
+        spec = resolve_secrets(host.config.server(server))
+        capture = host.config.capture.spec()
+    return spec, capture
 
 
 def _see(host: Host, again: RestartResult, report: Restarted, selfcheck: bool, on_event: Event) -> None:

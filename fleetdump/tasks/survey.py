@@ -10,6 +10,7 @@ from fleetdump.agent.protocol import CANCEL, HeldArgs, HeldResult, RunProgress, 
 from fleetdump.errors import UsageError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger
+from fleetdump.tasks.controller import require_alone
 
 
 def shares_on(host: Host, run: str) -> list[RunProgress]:
@@ -18,9 +19,12 @@ def shares_on(host: Host, run: str) -> list[RunProgress]:
 
 
 def survey(host: Host, run: str, ledger: Ledger) -> list[RunProgress]:
-    """``shares_on``; and what the host took over at the word of another controller becomes its own in our ledger too,
-    so that it is not given to somebody else once more."""
-    shares = shares_on(host, run)
+    """Its shares as in ``shares_on``; and what the host took over at the word of another controller becomes its own in
+    our ledger too, so that it is not given to somebody else once more. Raises ``LockedError`` when the run is driven
+    from that host."""
+    status = host.call(StatusArgs(), StatusResult, verb="status")
+    require_alone(host, run, status)
+    shares = [share for share in status.shares if share.run == run]
     name = host.config.name
     for share in shares:
         if server_of(share.server) == share.server or ledger.share_sha256(name, share.server):

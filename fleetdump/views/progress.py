@@ -1,5 +1,4 @@
-"""Work as it goes: a run's totals with rate and ETA, on a terminal a line a server, kept up to date in place; and how
-far a start has read its weights."""
+"""Servers that start, between their phases: how far the weights are read, or which phase lasts how long."""
 
 from __future__ import annotations
 
@@ -7,16 +6,9 @@ import threading
 import time
 from typing import Any
 
-from rich.console import Group
-from rich.live import Live
-from rich.text import Text
-
-from fleetdump.agent.protocol import RunProgress
 from fleetdump.tasks.watch import Outlier, slow_loaders
-from fleetdump.views.console import duration, err, quoted, size, visible
+from fleetdump.views.console import duration, err, quoted, size
 
-PLAIN_SECONDS = 5.0
-"""How often a line is printed where the output is no terminal."""
 WEIGHTS_SECONDS = 15.0
 SIGN_SECONDS = 30.0
 """How long a start may go without a line."""
@@ -24,83 +16,6 @@ IDLE_SECONDS = 5.0
 SLOW_SECONDS = 15.0
 """How long a load must be slower than the others to be told of."""
 GB = 1e9
-QUIET_SECONDS = 30.0
-"""Without a sample for so long the view says so, and what to do."""
-
-
-class RunView:
-    """Shows ``update``s from any thread; a context manager. Rich's display is started and ended by the main thread."""
-
-    def __init__(self) -> None:
-        self._shares: dict[tuple[str, str], RunProgress] = {}
-        self._lock = threading.Lock()
-        self._printed = 0.0
-        self._done = 0
-        self._moved = time.monotonic()
-        self._live = Live(get_renderable=self._render, console=err, refresh_per_second=2) if err.is_terminal else None
-
-    def __enter__(self) -> RunView:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-        elif self._shares:
-            err.print(self._totals(), markup=False)
-
-    def update(self, host: str, share: RunProgress) -> None:
-        """A share's newest state. Where lines are not kept up to date, what it says of itself is told once."""
-        with self._lock:
-            before = self._shares.get((host, share.server))
-            news = share.detail if self._live is None and (before is None or before.detail != share.detail) else ""
-            self._shares[host, share.server] = share
-            now = time.monotonic()
-            done = sum(s.done + s.rejected for s in self._shares.values())
-            if done != self._done:
-                self._done, self._moved = done, now
-            due = self._live is None and now - self._printed >= PLAIN_SECONDS
-            if due:
-                self._printed = now
-        if news:
-            err.print(f"[{host}/{share.server}] {news}", markup=False)
-        if due:
-            err.print(self._totals(), markup=False)
-
-    def _render(self) -> Group:
-        with self._lock:
-            shares = sorted(self._shares.items())
-        lines = [_share_line(host, server, share) for (host, server), share in shares]
-        return Group(*lines, Text(self._totals(), style="bold"))
-
-    def _totals(self) -> str:
-        with self._lock:
-            shares = list(self._shares.values())
-        done, samples = sum(s.done for s in shares), sum(s.samples for s in shares)
-        rejected, retries = sum(s.rejected for s in shares), sum(s.retries for s in shares)
-        rate, written = sum(s.tokens_per_second for s in shares), sum(s.bytes_written for s in shares)
-        eta = max((s.eta_seconds for s in shares), default=0.0)
-        text = f"{done}/{samples} samples, {rate:.0f} tok/s, {size(written)}"
-        if rejected or retries:
-            text += f", {rejected} rejected, {retries} retries"
-        if done + rejected < samples and eta:
-            text += f", ETA {duration(eta)}"
-        text += f" ({', '.join(sorted({s.state for s in shares}))})"
-        quiet = time.monotonic() - self._moved
-        if quiet >= QUIET_SECONDS and done + rejected < samples:
-            text += f"; no sample for {duration(quiet)}: fleetdump diagnose says what the server does"
-        return text
-
-
-def _share_line(host: str, server: str, share: RunProgress) -> Text:
-    text = (
-        f"\\[{quoted(host)}/{quoted(server)}] {share.state} {share.done}/{share.samples},"
-        f" {share.tokens_per_second:.0f} tok/s, {share.in_flight} in flight"
-    )
-    if share.detail:
-        text += f"  [yellow]{quoted(share.detail)}[/]"
-    return Text.from_markup(visible(text), emoji=False)
 
 
 class StartLines:

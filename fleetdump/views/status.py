@@ -41,6 +41,9 @@ def _show_host(host: str, status: StatusResult) -> None:
             f" {share.tokens_per_second:.0f} tok/s, {size(share.bytes_written)}"
             + (f"; {quoted(share.detail)}" if share.detail else "")
         )
+    for one in status.controllers:
+        if one.alive:
+            out.print(f"  run {quoted(one.run)} is driven from here, for {quoted(one.operator)} (pid {one.pid})")
 
 
 def _figures(server: ServerState, status: StatusResult) -> tuple[str, ...]:

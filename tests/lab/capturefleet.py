@@ -104,12 +104,13 @@ class CaptureHost:
         temporary.write_text(json.dumps(config))
         temporary.replace(self.lab.path(CONFIG))
 
-    def start_server(self) -> None:
+    def start_server(self, *, restartable: bool = False) -> None:
+        """``restartable``: ``fleetdump restart`` can launch it again."""
         self.launch_id = secrets.token_hex(4)
         self.set()
         base = str(Path(getattr(sys, "_base_executable", sys.executable)))
         start = [base, "-B", f"{CODE}/tests/lab/captureserver.py", STATE, CONFIG, PYTHON, MODEL]
-        self.lab.run("env", f"PYTHONPATH={CODE}", *start)
+        self.lab.run("env", f"PYTHONPATH={CODE}", *start, *(["restartable"] if restartable else []))
 
     def kill_server(self) -> None:
         self.signal("standin_tap.py")

@@ -1,7 +1,8 @@
 """Start the stand-in server with the tap's real writer on a lab host, and record it as ``launch`` would.
 
-Run there: ``python captureserver.py STATE_DIR CONFIG.json PYTHON MODEL``; it ends when the server answers. The server
-is detached and ends with the host or by a signal."""
+Run there: ``python captureserver.py STATE_DIR CONFIG.json PYTHON MODEL [restartable]``; it ends when the server
+answers. The server is detached and ends with the host or by a signal. ``restartable``: its record has all that
+``restart`` needs."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 from fleetdump.agent.context import State
+from fleetdump.agent.launch import TAP_CONFIG
 from fleetdump.agent.procfs import start_time
 from fleetdump.agent.server import ServerRecord, boot_id, save_record
 
@@ -23,11 +25,12 @@ START_SECONDS = 60.0
 
 
 def main() -> None:
-    state_dir, config_path, python, model = sys.argv[1:]
+    state_dir, config_path, python, model, *restartable = sys.argv[1:]
     config = json.loads(Path(config_path).read_text())
+    argv = [sys.executable, "-B", str(PROGRAM), config_path]
     with open("/tmp/server.log", "ab") as log:
         server = subprocess.Popen(
-            [sys.executable, str(PROGRAM), config_path],
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -57,6 +60,11 @@ def main() -> None:
         capture_dir=config["dir"],
         boot=boot_id(),
     )
+    if restartable:
+        record.argv, record.env = argv, ["PYTHONPATH"]
+        record.import_env = {"PYTHONPATH": os.environ["PYTHONPATH"]}
+        folder = State.of(state_dir).server(record.name)
+        (folder / TAP_CONFIG).write_text(json.dumps({"v": 1, "launch_id": record.launch_id}))
     while not saved(state_dir, record):  # the host's disk is full: another fault of the test's
         time.sleep(0.2)
 

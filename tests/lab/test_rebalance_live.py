@@ -73,3 +73,50 @@ def test_a_host_joins_and_another_leaves(fleet: Fleet, hosts: list[CaptureHost])
     assert last.code == 0, last
     done = done_by(fleet)
     assert 4 <= done[leaving.name] < 30, done
+
+
+def test_hosts_join_and_leave_a_run_that_is_watched(fleet: Fleet, hosts: list[CaptureHost]) -> None:
+    leaving, joining = hosts
+    leaving.set(delay=1.0)
+    driving = fleet.start(*EXTRACT, "--host", leaving.name)
+    wait_for(lambda: leaving.progress("r").get("done", 0) >= 4, SECONDS)
+    watching = fleet.start(*EXTRACT, "--host", leaving.name, "--add-host", joining.name)
+    wait_for(lambda: list(joining.lab.path("/lab-state").glob("*/runs/r/main.1/share.json")), SECONDS)
+    drain = fleet.run("drain", "--run", "r", "--host", leaving.name, timeout=SECONDS)
+    assert drain.code == 0, drain
+    out, err = driving.communicate(timeout=SECONDS)
+    assert driving.returncode == 0, out + err
+    _, told = watching.communicate(timeout=SECONDS)
+    assert f"asked the extract that is at work to let {joining.name} join" in told
+    assert leaving.progress("r")["state"] == "done", "its driver has ended"
+    done = done_by(fleet)
+    assert 4 <= done[leaving.name] < 80, done
+
+
+def test_late_lines_of_a_host_that_was_given_up_do_not_count_twice(fleet: Fleet, hosts: list[CaptureHost]) -> None:
+    here, away = hosts
+    here.set(delay=0.05)
+    away.set(delay=1.0)
+    extract = fleet.start(*EXTRACT, "--patience", "1")
+    wait_for(lambda: away.progress("r").get("done", 0) >= 4, SECONDS)
+    away.lab.stop_sshd()
+    away.signal("root@notty")  # a link that is cut is found dead after 30 s, one whose other end dies at once
+    try:
+        wait_for(lambda: away.progress("r")["done"] >= 8, SECONDS)
+        away.set(delay=5.0)
+        out, err = extract.communicate(timeout=SECONDS)
+    finally:
+        away.lab.continue_sshd()
+    assert extract.returncode == 3, out + err
+    assert f"[{away.name}]" in err
+    assert "what it has not done goes to the others too after 1s" in err
+    assert "was given to others; next: give the same command again when it is back" in err
+    again = fleet.run(*EXTRACT, timeout=SECONDS)
+    assert again.code == 0, again
+    collected = fleet.run("collect", "--run", "r", "--data", "--json", timeout=SECONDS)
+    report = collected.records()[-1]["data"]
+    assert (report["samples"], report["lost"], report["rejected"]) == (len(SAMPLES), 0, 0), report
+    here_too = away.progress("r")["done"]
+    assert 0 < report["duplicated"] <= here_too < len(SAMPLES) // 2, "it has given away what it had not begun"
+    lines = [json.loads(line) for line in Path(fleet.folder / "runs/r/manifest.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == sorted(SAMPLES), "each once"

@@ -28,6 +28,11 @@ from fleetdump.agent.tensorfile import ids_sha256
 
 HIDDEN = 4
 IDLE_CLOSE_SECONDS = 0.2
+LOG = (
+    "Load weight begin. avail mem=1.00 GB",
+    "Load weight end. elapsed=0.1 s, type=TinyModel, avail mem=0.90 GB, mem usage=0.10 GB.",
+    "The server is fired up and ready to roll!",
+)
 
 
 def states_of(sample: str, start: int, rows: int, slots: list[int]) -> bytes:
@@ -147,6 +152,9 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     Handler.config_path = Path(sys.argv[1])
     config = json.loads(Handler.config_path.read_text())
+    if "FLEETDUMP_LAUNCH_ID" in os.environ:  # launched by the agent, which gives the tap its id and reads the log
+        config["launch_id"] = os.environ["FLEETDUMP_LAUNCH_ID"]
+        print(time.strftime("".join(f"[%Y-%m-%d %H:%M:%S] {line}\n" for line in LOG)), flush=True)
     Handler.tap = Tap(config)
     ThreadingHTTPServer.request_queue_size = 256
     server = ThreadingHTTPServer(("127.0.0.1", config["port"]), Handler)

@@ -28,6 +28,7 @@ COMMANDS = (
     "extract",
     "attach",
     "pause",
+    "drain",
     "resume",
     "cancel",
     "verify",
@@ -81,6 +82,7 @@ SAID: list[tuple[tuple[str, ...], str]] = [
     (("plan", "--data", "x", "--tokens-per-second", "inf"), "not a number"),
     (("plan", "--data", "x", "--tokens-per-second", "1e-320"), "not in the range"),
     (("verify", "--run", OUTSIDE), "not a name for a run"),
+    (("drain", "--run", "r"), "all hosts cannot leave a run"),
     (("clean", "--data", "--discard", OUTSIDE), "not a name for a run"),
     (("deploy", "--no-patch", "--patch", "hidden-states"), "exclude each other"),
     (("check", "--patch", "hidden-states", "--no-patch"), "exclude each other"),
@@ -111,7 +113,8 @@ def test_what_no_server_can_be_called_is_refused_by_every_command(command: str, 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("init", "plan", "extract", "patches")])
 def test_missing_inventory_is_one_screen_with_the_next_step(command: str, tmp_path: Path) -> None:
-    run = ("--run", "r") if command in ("attach", "pause", "resume", "cancel") else ()
+    run = ("--run", "r") if command in ("attach", "pause", "drain", "resume", "cancel") else ()
+    run += ("--host", "gpu01") if command == "drain" else ()
     result = fleetdump(command, *run, *(("--yes",) if command == "cancel" else ()), cwd=tmp_path)
     assert result.returncode == 2
     assert "inventory.yaml" in result.stderr
@@ -170,6 +173,19 @@ def test_an_unreachable_host_exits_3_and_json_says_so(tmp_path: Path) -> None:
     assert record["host"] == "nowhere"
     assert record["status"] == "unreachable"
     assert record["error"]["next_step"]
+
+
+def test_hosts_join_a_run_that_is_under_way_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "inventory.yaml").write_text(
+        "defaults:\n  python: /usr/bin/python3\n  capture: {layers: [1], dir: /hs}\n"
+        "  servers:\n    - {name: main, model_path: /m, port: 8000}\n"
+        "hosts:\n  nowhere: {address: 127.0.0.1, port: 1}\n"
+    )
+    (tmp_path / "d.jsonl").write_text('{"id": "a", "text": "some words"}\n')
+    result = fleetdump("extract", "--data", "d.jsonl", "--add-host", "nowhere", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "run d is not under way here" in result.stderr
+    assert "leave it away" in result.stderr
 
 
 def test_a_broken_bundle_is_refused(tmp_path: Path) -> None:

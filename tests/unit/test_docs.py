@@ -71,6 +71,7 @@ def test_every_record_that_is_written_has_an_example() -> None:
         "ShareSpec",
         "DriverRecord",
         "Order",
+        "RestartLine",
         "WorkHead",
         "Config",
         "PatchRecord",

@@ -100,3 +100,26 @@ def test_interrupt_closes_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         fan_out(hosts(2), work, on_outcome=interrupt)
     assert closed.wait(5)
+
+
+def test_hosts_that_come_later_and_once_more() -> None:
+    """``later`` is asked until nobody is at work and it has nobody left."""
+    first, second = hosts(2)
+    tries: list[str] = []
+    came = [[second], [first], []]
+
+    def work(host: Host) -> int:
+        tries.append(host.config.name)
+        if len(tries) == 1:
+            raise UnreachableError("lost", "h0")
+        return len(tries)
+
+    ended: list[str] = []
+
+    def later() -> list[HostConfig]:
+        return came.pop(0) if came and (len(came) == 3 or "h0" in ended) else []
+
+    outcomes = fan_out([first], work, on_outcome=lambda name, _: ended.append(name), later=later)
+    assert list(outcomes) == ["h0", "h1"]
+    assert sorted(tries) == ["h0", "h0", "h1"]
+    assert outcomes["h0"].error is None, "its last outcome counts"

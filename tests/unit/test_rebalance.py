@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +12,16 @@ from typing import Any, cast
 
 import pytest
 
+from fleetdump.agent.formats import RejectedLine
 from fleetdump.agent.protocol import HeldResult, RunProgress, WithdrawArgs, WithdrawResult
-from fleetdump.cli import extract
-from fleetdump.errors import HostError, UsageError
+from fleetdump.cli import _driving
+from fleetdump.errors import HostError, UnreachableError, UsageError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger, Planned
 from fleetdump.tasks import rebalance
+from fleetdump.tasks.attendance import Attendance
 from fleetdump.tasks.extract import ExtractSettings, RunPlan
-from fleetdump.tasks.rebalance import Balancer
+from fleetdump.tasks.rebalance import START_SECONDS, Balancer, Known, fair_part
 from fleetdump.tasks.survey import require_not_cancelled, survey
 
 
@@ -37,7 +41,7 @@ class Answering:
 
     def call(self, args: Any, kind: type, *, verb: str, **_: Any) -> Any:
         if verb == "status":
-            return SimpleNamespace(shares=self.shares)
+            return SimpleNamespace(shares=self.shares, controllers=[])
         if verb == "held":
             return HeldResult(self.held[args.share], f"sha of {args.share}")
         assert isinstance(args, WithdrawArgs)
@@ -163,17 +167,162 @@ def test_a_run_whose_shares_are_done_already_is_not_waited_for(
 ) -> None:
     balancer.pending = {"slow", "fast"}
     hosts = [Answering("slow", [done()]), Answering("fast", [done()])]
-    monkeypatch.setattr(extract, "submit", lambda host, *_: list(host.shares))
-    view = SimpleNamespace(update=lambda *_: None)
-    plan = RunPlan("r", {}, 4, [], resumed=True)
     noted: list[str] = []
     keep: Callable[..., None] = balancer.note
     monkeypatch.setattr(balancer, "note", lambda host, progress: (noted.append(host.config.name), keep(host, progress)))
     monkeypatch.setattr(balancer, "wait_for_work", lambda _: None)
-    work = extract._attached(plan, ExtractSettings(), balancer, cast(Any, view))
+    work = members(balancer, monkeypatch, hosts).work
     for host in hosts:
         assert [share.state for share in work(host.host)] == ["done"]
     assert noted == ["slow", "fast"]
+
+
+# --------------------------------------------------------------------------- hosts that leave, and that are away
+def members(balancer: Balancer, monkeypatch: pytest.MonkeyPatch, hosts: Sequence[Answering]) -> _driving.Members:
+    """What the hosts do that take part, without their manifests."""
+    monkeypatch.setattr(_driving, "taking_in", lambda *_: nullcontext())
+    monkeypatch.setattr(_driving, "submit", lambda host, *_: list(host.shares))
+    anything = cast(Any, SimpleNamespace(update=lambda *_: None, note=lambda *_: None))
+    run = cast(Any, SimpleNamespace(name="r", settings=ExtractSettings()))
+    plan = RunPlan("r", {}, 4, [], resumed=True)
+    return _driving.Members(plan, run, balancer, Attendance([host.config for host in hosts]), anything, anything)
+
+
+def test_who_is_drained_gives_all_at_once_and_takes_nothing(balancer: Balancer) -> None:
+    slow, fast = Answering("slow", [busy("paused", "drain", False)], gives=SLOW), Answering("fast", [done()])
+    balancer.note(fast.host, busy())
+    balancer.note(slow.host, slow.shares[0])
+    (release,) = [thread for thread in threading.enumerate() if thread.name == "release-slow"] or [None]
+    if release is not None:
+        release.join(60.0)
+    assert slow.given == SLOW, "nobody has asked for it yet"
+    assert balancer.wait_for_work(slow.host) is None
+    assert taken(balancer.wait_for_work(fast.host)) == [("fast", "main.1")]
+    assert balancer.left_over() == 0
+
+
+def away(balancer: Balancer, *delivered: str) -> None:
+    """Host ``slow`` is lost, with these of its samples known to be done."""
+    for name in delivered:
+        balancer.ledger.reject("slow", RejectedLine(name, "r", "main", "empty", "", 1, 1.0))
+    balancer.lost("slow")
+
+
+def test_what_a_lost_host_has_not_done_is_copied_when_the_patience_is_over(balancer: Balancer) -> None:
+    fast = Answering("fast", [done()])
+    balancer.note(Answering("slow").host, busy())
+    away(balancer, "a", "b")
+    with pytest.raises(Waited):
+        balancer.wait_for_work(fast.host)
+    balancer.patience = 0.0
+    assert taken(balancer.wait_for_work(fast.host)) == [("fast", "main.1")]
+    assert list(balancer.ledger.homes().values()) == [("slow", "main")] * 2 + [("fast", "main.1")] * 2
+    assert balancer.ledger.overtaken("slow") == ["main"]
+    assert balancer.wait_for_work(fast.host) is None, "once"
+
+
+def test_a_lost_host_that_has_done_all_is_not_waited_for(balancer: Balancer) -> None:
+    away(balancer, *"abcd")
+    assert balancer.wait_for_work(Answering("fast", [done()]).host) is None
+
+
+def test_what_a_host_was_told_to_give_up_is_not_copied_when_it_is_lost(balancer: Balancer) -> None:
+    balancer.patience = 0.0
+    balancer.note(Answering("slow").host, busy("running", "cancel", False))
+    away(balancer)
+    assert balancer.wait_for_work(Answering("fast", [done()]).host) is None
+
+
+def test_nothing_is_copied_of_a_run_that_rests(balancer: Balancer) -> None:
+    balancer.patience = 0.0
+    away(balancer)
+    balancer.note(Answering("other").host, busy("paused", "pause", True, 0.0))
+    with pytest.raises(Waited):
+        balancer.wait_for_work(Answering("fast", [done()]).host)
+    assert balancer.ledger.overtaken("slow") == []
+
+
+def test_a_host_that_is_back_in_time_keeps_its_work(balancer: Balancer) -> None:
+    slow = Answering("slow", gives=SLOW)
+    away(balancer)
+    balancer.back(slow.host)
+    balancer.patience = 0.0
+    assert balancer.wait_for_work(Answering("fast", [done()]).host) is None
+    assert slow.given == []
+
+
+def test_a_host_that_is_back_too_late_gives_away_what_it_has_not_begun(balancer: Balancer) -> None:
+    slow = Answering("slow", [busy()], gives=SLOW)
+    balancer.patience = 0.0
+    away(balancer)
+    assert balancer.wait_for_work(Answering("fast", [done()]).host) is not None
+    balancer.back(slow.host)
+    assert slow.given == SLOW
+    assert balancer.ledger.overtaken("slow") == []
+    assert balancer.reclaim(slow.host, ["main"]) is None, "others have it"
+
+
+@dataclass
+class Refusing(Answering):
+    """A host whose agent answers with an error."""
+
+    code: str = "not_found"
+
+    def call(self, *_: Any, **__: Any) -> Any:
+        raise HostError("no", self.name, code=self.code)
+
+
+@pytest.mark.parametrize(("code", "kept"), [("not_found", []), ("timeout", ["main"])])
+def test_a_share_that_never_arrived_is_not_sent_once_others_have_it(
+    balancer: Balancer, code: str, kept: list[str]
+) -> None:
+    balancer.patience = 0.0
+    away(balancer)
+    assert balancer.wait_for_work(Answering("fast", [done()]).host) is not None
+    shares: dict[Any, Any] = {("slow", "main"): None, ("fast", "main"): None}
+    balancer.back(Refusing("slow", code=code).host, RunPlan("r", shares, 4, [], False))
+    assert list(shares) == [("fast", "main")] if code == "not_found" else [("slow", "main"), ("fast", "main")]
+    assert balancer.ledger.overtaken("slow") == kept, "whoever did not answer is told the next time"
+
+
+def test_what_a_host_refuses_to_take_over_is_the_next_ones(balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = Answering("slow", gives=SLOW), Answering("fast", [done()])
+    balancer.note(slow.host, busy())
+    work = members(balancer, monkeypatch, [fast]).work
+
+    def refuse(host: Answering, plan: RunPlan, *_: object) -> list[RunProgress]:
+        if plan.shares:
+            raise HostError("only 3 MiB are free", host.name)
+        return host.shares
+
+    monkeypatch.setattr(_driving, "submit", refuse)
+    with pytest.raises(HostError, match="only 3 MiB"):
+        work(fast.host)
+    assert balancer.left_over() == 2
+    assert taken(balancer.wait_for_work(Answering("third", [done()]).host)) == [("third", "main.1")]
+
+
+def test_what_was_on_its_way_to_a_host_that_was_lost_is_sent_again_when_it_is_back(
+    balancer: Balancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = Answering("slow", gives=SLOW), Answering("fast", [done()])
+    balancer.note(slow.host, busy())
+    sent: list[list[Any]] = []
+
+    def submit(host: Answering, plan: RunPlan, *_: object) -> list[RunProgress]:
+        sent.append(list(plan.shares))
+        if plan.shares and len(sent) < 3:
+            raise UnreachableError("lost", host.name)
+        return host.shares
+
+    work = members(balancer, monkeypatch, [fast]).work
+    monkeypatch.setattr(_driving, "submit", submit)
+    with pytest.raises(UnreachableError):
+        work(fast.host)
+    balancer.forget("slow")
+    balancer.note(slow.host, done())
+    work(fast.host)
+    assert sent == [[], [("fast", "main.1")], [], [("fast", "main.1")]]
 
 
 # --------------------------------------------------------------------------- what the hosts know better
@@ -209,15 +358,83 @@ def test_a_run_that_was_cancelled_where_one_host_was_away_is_not_taken_up(
         "h2": ([], HostError("away")),
     }
     monkeypatch.setattr(
-        extract,
+        _driving,
         "fan_out",
         lambda *_, **__: {name: SimpleNamespace(value=value, error=error) for name, (value, error) in answers.items()},
     )
     options = SimpleNamespace(jobs=1, connect_options=lambda: None)
     with pytest.raises(UsageError, match="h1: run r was cancelled") as caught:
-        extract._look_around(cast(Any, options), [], "r", ledger)
+        _driving._look_around(cast(Any, options), [], "r", ledger)
     assert "fleetdump cancel --run r" in caught.value.next_step
     answers["h1"] = ([done()], None)
-    assert not extract._look_around(cast(Any, options), [], "r", ledger), "h2 has not told"
+    assert not _driving._look_around(cast(Any, options), [], "r", ledger), "h2 has not told"
     answers["h2"] = ([], None)
-    assert extract._look_around(cast(Any, options), [], "r", ledger)
+    assert _driving._look_around(cast(Any, options), [], "r", ledger)
+
+
+@pytest.mark.parametrize(("rate", "mine"), [(1.0, 1.0), (0.25, 1.0), (100.0, 2500.0)])
+def test_giver_and_taker_end_together_though_the_taker_starts_later(rate: float, mine: float) -> None:
+    share = RunProgress("r", "main", "running", tokens=int(400 * rate), tokens_per_second=rate)
+    given = fair_part(Known(share, cast(Host, Answering("slow"))), mine)
+    assert START_SECONDS + given / mine == pytest.approx((share.tokens - given) / rate, abs=2 / min(rate, mine))
+
+
+def test_who_has_no_rate_gives_all_and_who_is_nearly_done_nothing() -> None:
+    host = cast(Host, Answering("slow"))
+    assert fair_part(Known(RunProgress("r", "main", "stopped", tokens=700), host), 5.0) == 700
+    nearly = RunProgress("r", "main", "running", tokens=700, tokens_per_second=700 / START_SECONDS)
+    assert fair_part(Known(nearly, host), 5.0) == 0
+
+
+def share_named(server: str, rate: float) -> RunProgress:
+    share = busy(rate=rate)
+    share.server = server
+    return share
+
+
+def test_only_one_share_is_asked_when_it_gives(balancer: Balancer, ledger: Ledger) -> None:
+    """What was taken from a second one would be moved, and sent to nobody."""
+    ledger.move(["d"], "other", "main", "s2")
+    slow, other = Answering("slow", gives=["c"]), Answering("other", gives=["d"])
+    balancer.note(slow.host, busy())
+    balancer.note(other.host, busy())
+    assert taken(balancer.wait_for_work(Answering("fast", [done()]).host)) == [("fast", "main.1")]
+    assert sorted([slow.given, other.given]) in ([[], ["c"]], [[], ["d"]])
+
+
+@dataclass
+class Asked(Answering):
+    """How many tokens it was asked for."""
+
+    tokens: list[int] = field(default_factory=list)
+
+    def call(self, args: Any, kind: type, *, verb: str, **more: Any) -> Any:
+        if isinstance(args, WithdrawArgs):
+            self.tokens.append(args.tokens)
+        return super().call(args, kind, verb=verb, **more)
+
+
+def test_a_share_that_has_just_begun_does_not_give_all_away(
+    balancer: Balancer, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(rebalance.time, "monotonic", lambda: now[0])
+    slow, fast = Asked("slow", gives=["a"]), Answering("fast", [done()])
+    balancer.note(slow.host, busy(rate=0.0))
+    with pytest.raises(Waited):
+        balancer.wait_for_work(fast.host)
+    assert slow.tokens == [], "nobody knows how fast it is"
+
+    ledger.move(SLOW, "slow", "main.1", "s2")
+    balancer.note(slow.host, busy(rate=10.0))
+    balancer.forget("slow")  # its first share is done
+    balancer.note(slow.host, share_named("main.1", rate=0.0))
+    slow.gives = ["c"]
+    assert taken(balancer.wait_for_work(fast.host)) == [("fast", "main.1")]
+    assert slow.tokens == [int((4000 - START_SECONDS * 10.0) / 2)], "it will be as fast as its host was before"
+
+    now[0] += rebalance.FRESH_SECONDS
+    balancer.note(slow.host, share_named("main.1", rate=0.0))
+    slow.gives = ["d"]
+    assert taken(balancer.wait_for_work(fast.host)) == [("fast", "main.2")]
+    assert slow.tokens[-1] == 4000, "its server must be dead"

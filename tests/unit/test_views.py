@@ -41,6 +41,7 @@ from fleetdump.views import (
     locks,
     patches,
     progress,
+    run,
     selfcheck,
     status,
     watch,
@@ -150,7 +151,9 @@ EVIL_ANSWERS: dict[str, Callable[[], None]] = {
         ],
     ),
     "error": lambda: print_error(HostError(EVIL, "h1", EVIL, EVIL)),
-    "share": lambda: console.err.print(progress._share_line("h1", EVIL, RunProgress("r", "s", "running", detail=EVIL))),
+    "share": lambda: console.err.print(
+        *run.host_lines(EVIL, [RunProgress("r", EVIL, "running", detail=EVIL, last_error=EVIL)])
+    ),
 }
 
 
@@ -248,15 +251,6 @@ def test_recap_names_hosts_that_are_not_well_and_is_silent_for_one(captured: Cap
     assert "3 hosts: " in err
     assert "2 unreachable" in err
     assert "gpu[02-03]" in err
-
-
-def test_a_run_that_waits_says_for_what_once(capsys: pytest.CaptureFixture[str]) -> None:
-    share = RunProgress("r1", "main", "running", 78, 15)
-    share.detail = "server main died (pid 7): waiting for it to be launched again"
-    with progress.RunView() as view:
-        for _ in range(3):
-            view.update("gpu01", share)
-    assert capsys.readouterr().err.count(f"[gpu01/main] {share.detail}\n") == 1
 
 
 def test_a_diff_has_its_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from extraction import StandIn, kill_driver, manifest_of, wait_for
 
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.drive import order, start_driver
+from fleetdump.agent.formats import RejectedLine
 from fleetdump.agent.protocol import AgentFailure, HeldArgs, OrderArgs, Request, VerifyArgs, WithdrawArgs
 from fleetdump.agent.schedule import Sample, Schedule
 from fleetdump.agent.share import Share
@@ -78,6 +81,67 @@ def test_a_share_that_is_told_to_leave_gives_all_that_it_has_not_begun_and_is_do
     assert len(away) > 20
 
 
+def drained(host: StandIn, share: Share) -> list[str]:
+    """What the share gives away until nothing of it is left here, as a controller asks for it again and again."""
+    order(OrderArgs("r1", "drain", whole_run=False), context(host))
+    wait_for(lambda: share.progress().detail.startswith("leaving, by"), SECONDS)
+    away = given(host, 1_000_000)
+    for _ in range(100):
+        if share.progress().state in ("closing", "done"):
+            break
+        time.sleep(0.2)
+        away = given(host, 1_000_000)
+    wait_for(lambda: share.progress().state == "done", SECONDS)
+    assert sorted([*away, *(line["id"] for line in manifest_of(share))]) == sorted(SAMPLES), "each in one place"
+    wait_for(partial(ended, share), SECONDS)
+    return away
+
+
+def ended(share: Share) -> bool:
+    """Whether no driver has the share."""
+    claim = share.claim()
+    if claim is not None:
+        claim.close()
+    return claim is not None
+
+
+def test_a_host_that_is_drained_gives_away_also_what_has_failed_here(host: StandIn, share: Share) -> None:
+    host.set_faults(delay=0.1, error=sorted(SAMPLES))
+    wait_for(lambda: len(share.read_attempts()) > 20, SECONDS)
+    begun = {line.id for line in share.read_attempts() if line.outcome != "sent"}
+    assert begun & set(drained(host, share))
+    assert not share.rejected.exists() or share.rejected.read_bytes() == b""
+
+
+def test_a_host_that_is_drained_with_a_dead_server_gives_away_what_was_in_flight_there(
+    host: StandIn, share: Share
+) -> None:
+    host.kill()
+    wait_for(lambda: share.progress().dead_launch != "", SECONDS)
+    lost = [line.id for line in share.read_attempts()][-1]
+    assert lost in drained(host, share)
+    assert verify(VerifyArgs("r1"), context(host)).runs[0].is_whole
+
+
+def test_a_drain_is_taken_back(host: StandIn, share: Share) -> None:
+    host.set_faults(delay=0)
+    order(OrderArgs("r1", "drain", whole_run=False), context(host))
+    order(OrderArgs("r1", "resume", whole_run=False), context(host))
+    wait_for(lambda: share.progress().state == "done", SECONDS)
+    assert len(manifest_of(share)) == len(SAMPLES)
+
+
+def test_a_schedule_releases_what_is_to_be_sent_again_and_keeps_what_is_out() -> None:
+    flying, again, suspect = (Sample(name, 10, 0) for name in ("flying", "again", "suspect"))
+    schedule = Schedule.of([flying], token_budget=1000)
+    assert schedule.take(0.0) is flying
+    schedule.again(again, 5.0)
+    schedule.suspect(suspect)
+    assert schedule.release() == [again, suspect]
+    assert schedule.release() == []
+    assert schedule.in_flight == {"flying": flying}
+
+
 @pytest.mark.parametrize("told", ["pause", "unreadable", "cancel"])
 def test_what_rests_with_the_whole_run_or_is_cancelled_is_not_given_away(
     host: StandIn, share: Share, told: str
@@ -131,3 +195,20 @@ def test_moved_samples_have_another_home_and_the_shares_stay_what_was_sent(tmp_p
         }
         assert (ledger.share_sha256("h1", "main"), ledger.share_sha256("h2", "main.1")) == ("s1", "s2")
         assert not ledger.was_submitted("h2", "main.1"), "so that it is sent, should the controller die now"
+
+
+def test_shares_that_others_were_given_are_known_until_they_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.sqlite"
+    with Ledger(file) as ledger:
+        samples = [Planned(name, "d", "h1", share, 10) for name, share in zip("abc", ("r0", "r1", "r1"), strict=True)]
+        ledger.plan(
+            [*samples, Planned("z", "d", "h2", "r0")], [("h1", "r0", "s"), ("h1", "r1", "s"), ("h2", "r0", "s")]
+        )
+        ledger.reject("h1", RejectedLine("b", "r", "r1", "empty", "", 0, 1.0))
+        assert ledger.unsettled("h1") == [("a", "r0"), ("c", "r1")]
+        ledger.overtake("h1")
+        ledger.overtake("h1")
+    with Ledger(file) as ledger:  # another process
+        assert (ledger.overtaken("h1"), ledger.overtaken("h2")) == (["r0", "r1"], [])
+        ledger.told("h1", "r0")
+        assert ledger.overtaken("h1") == ["r1"]

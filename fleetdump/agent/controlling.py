@@ -1,0 +1,200 @@
+"""Verb ``controller``: the controller of an ``extract`` on this host, which goes on when its user's machine sleeps.
+
+All that it has lies in ``controllers/<run>/`` below the state directory: the code, an inventory, the data, the ledger.
+It is a process as a user would start it, with this host's own way to the others; nothing secret is brought.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Optional
+
+from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.detach import spawn_detached
+from fleetdump.agent.jsonl import write_json
+from fleetdump.agent.procfs import is_alive
+from fleetdump.agent.protocol import AgentFailure, ControllerArgs, ControllerResult, ControllerState
+from fleetdump.agent.records import read_advice
+
+CODE = "code"
+"""Folder of the package that is brought; it is replaced as a whole."""
+KEPT = ("ledger.sqlite",)
+"""What a controller here goes on writing: brought for a new run alone."""
+PACKAGES = ("click", "fabric", "invoke", "paramiko", "rich", "tenacity", "yaml")
+"""What the controller imports beside the standard library."""
+OLDEST_PYTHON = [3, 10]
+MARGIN_SECONDS = 10.0
+STOP_SECONDS = 5.0
+START_SECONDS = 60.0
+"""A controller says within so long that it goes on with the run, or why not."""
+SETTLE_SECONDS = 1.0
+"""Between its first word and the look whether it lives."""
+TAIL_LINES = 20
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+_START = (
+    "import os,sys;folder=sys.argv.pop(1);os.chdir(folder);sys.path[0]=os.path.join(folder,'code');"
+    "from fleetdump.__main__ import main;main()"
+)
+_LOOK = (
+    "import importlib.util,json,sys;"
+    "print(json.dumps([sys.version_info[:2],[n for n in sys.argv[1:] if importlib.util.find_spec(n) is None]]))"
+)
+
+
+@dataclass
+class ControllerRecord:
+    """``controller.json``: the process that drives a run from this host (or did), and who wanted it."""
+
+    pid: int
+    start_time: int
+    started_at: float
+    operator: str
+    v: int = 1
+
+
+def controller(args: ControllerArgs, ctx: AgentContext) -> ControllerResult:
+    """See ``ControllerArgs``. Raises ``AgentFailure`` conflict while a controller of the run lives here, not_found when
+    ``python`` cannot run one."""
+    folder = ctx.state.root / "controllers" / args.run
+    living = state_of(folder)
+    if living is not None and living.alive:
+        raise AgentFailure(
+            "conflict",
+            f"a controller of run {args.run} lives here already",
+            where=f"pid {living.pid}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(living.started_at))} UTC",
+            next_step=f"fleetdump attach --run {args.run} watches the run; pause and cancel are given as ever",
+        )
+    python = _require_python(args.python)
+    _receive(ctx.state.directory("controllers", args.run), ctx)
+    argv = [python, "-B", "-c", _START, str(folder), *args.argv]
+    return _start(argv, folder, ctx) if args.detach else _run(argv, ctx)
+
+
+def state_of(folder: Path) -> Optional[ControllerState]:
+    """The controller whose folder it is; None when none was ever started there."""
+    record = read_advice(ControllerRecord, folder / "controller.json")
+    if record is None:
+        return None
+    alive = is_alive(record.pid, record.start_time)
+    return ControllerState(folder.name, record.pid, alive, record.operator, record.started_at)
+
+
+def controllers_of(state: State) -> List[ControllerState]:
+    """Of every run that was driven from this host."""
+    found = (state_of(folder) for folder in sorted((state.root / "controllers").glob("*")))
+    return [each for each in found if each is not None]
+
+
+def controller_folders(state: State, runs: List[str]) -> List[Path]:
+    """Of the controllers of these runs (of all when none is named)."""
+    return sorted(path for path in (state.root / "controllers").glob("*") if not runs or path.name in runs)
+
+
+def stop_controllers(state: State, runs: List[str]) -> None:
+    """End the controllers of these runs (all when none is named). Raises ``AgentFailure`` for one that does not end. A
+    controller may be killed at any moment: the hosts know all that it knew."""
+    for folder in controller_folders(state, runs):
+        record = read_advice(ControllerRecord, folder / "controller.json")
+        if record is None:
+            continue
+        give_up = time.monotonic() + STOP_SECONDS
+        while is_alive(record.pid, record.start_time):
+            with suppress(ProcessLookupError):
+                os.killpg(record.pid, signal.SIGKILL)
+            if time.monotonic() > give_up:
+                raise AgentFailure("failed", f"the controller of run {folder.name} does not end", f"pid {record.pid}")
+            time.sleep(0.05)
+
+
+# --------------------------------------------------------------------------- steps
+def _require_python(wanted: str) -> str:
+    """The interpreter's path; it must be new enough and have what a controller imports. Nothing is installed."""
+    python = shutil.which(os.path.expanduser(wanted)) or os.path.expanduser(wanted)
+    try:
+        done = subprocess.run([python, "-B", "-c", _LOOK, *PACKAGES], capture_output=True, timeout=60.0, cwd="/")
+        version, missing = json.loads(done.stdout.decode().splitlines()[-1])
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+        raise AgentFailure("failed", "the controller's Python does not answer", python, str(error)) from error
+    venv = "~/fleetdump-controller"
+    install = (
+        f"make it what it needs, for instance: python3 -m venv {venv} && {venv}/bin/pip install fleetdump (or the "
+        f"packages {', '.join(PACKAGES)}, yaml being PyYAML), and give --controller-python {venv}/bin/python"
+    )
+    if version < OLDEST_PYTHON:
+        why = f"it is Python {'.'.join(map(str, version))}; a controller needs {'.'.join(map(str, OLDEST_PYTHON))}"
+        raise AgentFailure("not_found", "no Python for a controller here", python, why, install)
+    if missing:
+        raise AgentFailure(
+            "not_found", "a controller cannot run here", python, f"it lacks {', '.join(missing)}", install
+        )
+    return python
+
+
+def _receive(folder: Path, ctx: AgentContext) -> None:
+    """Put the body's files there, each once it is whole."""
+    code, part = folder / f".{CODE}", folder / ".part"
+    shutil.rmtree(str(code), ignore_errors=True)
+    for name, lines in itertools.groupby(ctx.body(), key=lambda line: str(line["file"])):
+        if not _FILE.fullmatch(name):
+            raise AgentFailure("usage", f"no name of a file for a controller: {name[:80]!r}")
+        _write(part, lines)
+        top, _, rest = name.partition("/")
+        target = code / rest if top == CODE else folder / name
+        if target.name in KEPT and target.exists():
+            part.unlink()
+            continue
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.replace(str(part), str(target))
+    if code.exists():
+        shutil.rmtree(str(folder / CODE), ignore_errors=True)
+        os.replace(str(code), str(folder / CODE))
+
+
+def _write(path: Path, lines: Iterable[Dict[str, Any]]) -> None:
+    with open(os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        for line in lines:
+            file.write(base64.b64decode(line["data"]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _environment() -> Dict[str, str]:
+    """Without the forwarded agent of whoever is logged in: it would be gone when they are."""
+    return {**{name: value for name, value in os.environ.items() if name != "SSH_AUTH_SOCK"}, "COLUMNS": "160"}
+
+
+def _run(argv: List[str], ctx: AgentContext) -> ControllerResult:
+    limit = max(1.0, ctx.remaining() - MARGIN_SECONDS)
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, env=_environment(), timeout=limit, cwd="/"
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AgentFailure("timeout", f"the controller here did not end within {limit:.0f} s", argv[0]) from error
+    return ControllerResult(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+
+def _start(argv: List[str], folder: Path, ctx: AgentContext) -> ControllerResult:
+    log = folder / "controller.log"
+    before = log.stat().st_size if log.exists() else 0
+    pid, started = spawn_detached(argv, log_path=log, env=_environment())
+    write_json(folder / "controller.json", ControllerRecord(pid, started, time.time(), ctx.request.operator))
+    give_up = time.monotonic() + min(START_SECONDS, ctx.remaining() - MARGIN_SECONDS)
+    while is_alive(pid, started) and log.stat().st_size == before and time.monotonic() < give_up:
+        time.sleep(0.1)
+    time.sleep(SETTLE_SECONDS)
+    with open(str(log), "rb") as file:
+        file.seek(before)
+        said = "\n".join(file.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+    return ControllerResult(0, "", said, pid if is_alive(pid, started) else 0, str(log))

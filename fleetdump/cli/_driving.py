@@ -1,0 +1,319 @@
+"""``extract`` at work: hand the shares out, and watch until every host has ended that takes part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fleetdump.agent.protocol import FINISHED, RunProgress
+from fleetdump.cli._fleet import FleetOptions, Report, Verb
+from fleetdump.cli.runcontrol import code_of, show_shares
+from fleetdump.dataset.intake import DataSet
+from fleetdump.errors import ExitCode, HostError, LockedError, UnreachableError, UsageError, worst
+from fleetdump.fleet import Host, Outcome, fan_out
+from fleetdump.fleet.fanout import MAX_THREADS
+from fleetdump.inventory import HostConfig
+from fleetdump.ledger import Ledger
+from fleetdump.tasks.attendance import Attendance, JoinRequests
+from fleetdump.tasks.extract import (
+    FOLLOW_SECONDS,
+    ExtractSettings,
+    RunPlan,
+    Share,
+    follow,
+    open_run,
+    runs_file,
+    submit,
+    targets_of,
+)
+from fleetdump.tasks.intake import taking_in
+from fleetdump.tasks.rebalance import Balancer, require_server, serves
+from fleetdump.tasks.rejected import write_rejected
+from fleetdump.tasks.supervise import Policy, Supervisor
+from fleetdump.tasks.survey import is_cancelled, require_not_cancelled, shares_on, survey
+from fleetdump.views.console import count, duration, err, out, print_error
+from fleetdump.views.hosts import show_event
+from fleetdump.views.run import RunView
+
+
+@dataclass(frozen=True)
+class Watching:
+    """What is done while the command watches: ``policy`` for servers that die, ``patience`` (seconds) with hosts that
+    cannot be reached, and the hosts that were told to join."""
+
+    policy: Policy
+    patience: float
+    joining: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the command line says of the run."""
+
+    name: str
+    runs_dir: Path
+    settings: ExtractSettings
+    watching: Watching
+    detach: bool
+    seated: bool
+    """It gets a controller on a host of the fleet."""
+
+    @property
+    def folder(self) -> Path:
+        return self.runs_dir / self.name
+
+
+def named_hosts(options: FleetOptions, patterns: tuple[str, ...]) -> list[HostConfig]:
+    """The hosts of the inventory, as it is now, that these patterns mean."""
+    return replace(options, host=patterns, exclude=()).select(read_only=False) if patterns else []
+
+
+@dataclass
+class End:
+    """What became of a run: the exit code of its hosts, their shares, and how many samples nobody has."""
+
+    code: ExitCode
+    shares: list[RunProgress]
+    left_over: int = 0
+
+
+def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Run) -> ExitCode:
+    """Hand out the shares and, unless detached, watch them being worked on."""
+    with Ledger(runs_file(run.runs_dir, run.name)) as ledger:
+        plan = open_run(ledger, run.name, rows, targets_of(hosts))
+        write_rejected(ledger, run.folder)
+        knows_all = _look_around(options, hosts, run.name, ledger)
+        _announce(plan)
+        with_shares = {host for host, _ in plan.shares}
+        if run.detach:
+            end = _hand_out(options, [host for host in hosts if host.name in with_shares], plan, run, ledger)
+        else:
+            unclaimed = set(with_shares) if plan.resumed else set()
+            balancer = Balancer(run.name, ledger, lambda ids: Share(rows.lines(ids)), with_shares, unclaimed, knows_all)
+            balancer.patience = run.watching.patience
+            # A host without a share joins the run: it takes over from the others.
+            end = _watch(
+                options, [host for host in hosts if host.name in with_shares or host.servers], plan, run, balancer
+            )
+    if end.left_over:
+        _tell_left_over(run.name, end.left_over)
+    elif any(is_cancelled(share) for share in end.shares):
+        err.print(f"run {run.name} was cancelled; next: fleetdump collect --data, for what is done", markup=False)
+    elif end.code == ExitCode.OK and not run.seated:
+        watch_it = f"fleetdump attach --run {run.name}, or the same command without --detach, which also moves work"
+        next_step = watch_it if run.detach else "fleetdump collect --data"
+        err.print(f"run {run.name} {'is under way' if run.detach else 'is done'}; next: {next_step}", markup=False)
+    return worst([end.code, ExitCode.FAILED]) if end.left_over else end.code
+
+
+def _report(options: FleetOptions) -> Report:
+    return Report(options, Verb("extract", show_shares, code=code_of, deadline=FOLLOW_SECONDS))
+
+
+def _hand_out(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: Run, ledger: Ledger) -> End:
+    """Each host gets its shares, and is left to itself."""
+    report = _report(options)
+    with RunView(options.as_json):
+        outcomes = fan_out(
+            hosts,
+            lambda host: submit(host, plan, run.settings, ledger),
+            limit=max(options.jobs, len(hosts)),
+            deadline=FOLLOW_SECONDS + 900,
+            options=options.connect_options(),
+            on_outcome=report.add,
+        )
+    return End(report.close(), [share for outcome in outcomes.values() for share in outcome.value or []])
+
+
+def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: Run, balancer: Balancer) -> End:
+    """Each host gets its shares, then what others have more of; until all are done, or nobody is left to do it."""
+    attendance = Attendance(hosts, _joining_later(options, run), set(run.watching.joining))
+    supervisor = Supervisor(run.name, run.watching.policy, _teller(options))
+    report, final = _report(options), list[RunProgress]()
+
+    def ended(name: str, outcome: Outcome[list[RunProgress]]) -> None:
+        if attendance.ended(name, outcome):
+            balancer.forget(name)
+            final.extend(outcome.value or [])
+            report.add(name, outcome)
+            return
+        balancer.lost(name)
+        if attendance.is_first_try(name):
+            _tell_absence(name, outcome, balancer.patience)
+
+    with RunView(options.as_json, moves=True) as view:
+        fan_out(
+            hosts,
+            Members(plan, run, balancer, attendance, view, supervisor).work,
+            limit=max(options.jobs, MAX_THREADS),
+            deadline=FOLLOW_SECONDS + 900,
+            options=options.connect_options(),
+            on_outcome=ended,
+            later=attendance.later,
+        )
+    for name, outcome in attendance.absent().items():
+        report.add(name, outcome)
+        if balancer.ledger.shares(name):
+            _tell_left(balancer.ledger, run.name, name)
+    code, left_over = report.close(), balancer.left_over()
+    if code == ExitCode.OK:  # every host has told what it has: what none of them has must not be called done
+        left_over = max(left_over, plan.samples - sum(share.done + share.rejected for share in final))
+    return End(code, final, left_over)
+
+
+def _teller(options: FleetOptions) -> Callable[[str, dict[str, Any]], None]:
+    """Shows what is done about a server that died; scripts get its steps as objects too."""
+
+    def tell(host: str, event: dict[str, Any]) -> None:
+        if options.as_json and event.get("event") == "step":
+            out.print(json.dumps({"host": host, **event}), markup=False)
+        show_event(host, event)
+
+    return tell
+
+
+def _look_around(options: FleetOptions, hosts: list[HostConfig], run_name: str, ledger: Ledger) -> bool:
+    """Learn what the hosts know of the run and we do not; whether all of them have told. Raises ``UsageError`` for a
+    cancelled run, ``LockedError`` for one that is driven from a host. A host that cannot be asked is reported with its
+    share."""
+    outcomes = fan_out(
+        hosts, lambda host: survey(host, run_name, ledger), limit=options.jobs, options=options.connect_options()
+    )
+    for outcome in outcomes.values():
+        if isinstance(outcome.error, LockedError):
+            raise outcome.error
+    require_not_cancelled(run_name, {name: outcome.value or [] for name, outcome in outcomes.items()})
+    return all(outcome.error is None for outcome in outcomes.values())
+
+
+@dataclass
+class Members:
+    """What each host does in a run that is watched: its shares, and then what it takes over from hosts that have more
+    left."""
+
+    plan: RunPlan
+    run: Run
+    balancer: Balancer
+    attendance: Attendance
+    view: RunView
+    supervisor: Supervisor
+    _handed: dict[str, RunPlan] = field(default_factory=dict)
+    """What a host was given last to take over, until it is known to have it."""
+
+    def work(self, host: Host) -> list[RunProgress]:
+        """A host's part, to its end; its shares as they are then."""
+        name = host.config.name
+        returns = self.attendance.arrived(name)
+        try:
+            with taking_in(host, self.run.name, self.balancer.ledger):
+                return self._take_part(host, returns)
+        except UnreachableError:
+            self.balancer.lost(name)
+            raise
+        finally:
+            self.balancer.forget(name)
+
+    def _take_part(self, host: Host, returns: bool) -> list[RunProgress]:
+        states, more = self._return(host) if returns else self._begin(host)
+        while True:
+            if more is not None:
+                states = [*states, *self._hand_over(host, more)]
+            if any(share.state not in FINISHED for share in states):
+                states = follow(host, self.run.name, lambda _, progress: self._note(host, progress))
+            if any(share.state == "failed" for share in states):
+                return states
+            more = self.balancer.wait_for_work(host) if states or serves(host) else None
+            if more is None:
+                return states
+
+    def _begin(self, host: Host) -> tuple[list[RunProgress], RunPlan | None]:
+        """The host's own shares, and what they once gave away to nobody."""
+        name = host.config.name
+        self.balancer.back(host, self.plan)
+        states = submit(host, self.plan, self.run.settings, self.balancer.ledger)
+        for share in states:
+            self._note(host, share)  # a share that is done already is never followed
+        if not states and name in self.attendance.asked:
+            require_server(host)
+        return states, self.balancer.reclaim(host, list(self.plan.of_host(name))) if self.plan.resumed else None
+
+    def _return(self, host: Host) -> tuple[list[RunProgress], RunPlan | None]:
+        """As ``_begin``, for a host that was lost in the middle: it may have more shares by now than it began with."""
+        plan, handed = replace(self.plan, resumed=True), self._handed.get(host.config.name)
+        self.balancer.back(host, plan, *([handed] if handed else []))
+        submit(host, plan, self.run.settings, self.balancer.ledger)
+        states = shares_on(host, self.run.name)
+        for share in states:
+            self._note(host, share)
+        if handed is not None and handed.shares:
+            return states, handed
+        return states, self.balancer.reclaim(host, list(plan.of_host(host.config.name)))
+
+    def _note(self, host: Host, progress: RunProgress) -> None:
+        self.balancer.note(host, progress)
+        self.supervisor.note(host, progress)
+        self.view.update(host.config.name, progress)
+
+    def _hand_over(self, host: Host, plan: RunPlan) -> list[RunProgress]:
+        """``submit`` what the host takes over; what it refuses goes to the next one that asks."""
+        name = host.config.name
+        self._handed[name] = plan
+        try:
+            states = submit(host, plan, self.run.settings, self.balancer.ledger)
+        except HostError:
+            self.balancer.give_back(plan)
+            del self._handed[name]
+            raise
+        del self._handed[name]
+        return states
+
+
+def _joining_later(options: FleetOptions, run: Run) -> Callable[[], list[HostConfig]]:
+    """Hosts that another call with --add-host names, as the inventory has them then."""
+    requests = JoinRequests(run.folder)
+
+    def look() -> list[HostConfig]:
+        names = tuple(requests.names())
+        try:
+            return named_hosts(options, names)
+        except UsageError as error:
+            print_error(error)
+            return []
+
+    return look
+
+
+def _tell_absence(name: str, outcome: Outcome[list[RunProgress]], patience: float) -> None:
+    text = "trying again; what it has not done goes to the others too"
+    text += f" after {duration(patience)}" if patience else " now"
+    show_event(name, {"event": "step", "text": f"{outcome.error}; {text}"})
+
+
+def _tell_left(ledger: Ledger, run_name: str, name: str) -> None:
+    """What a host that never came back keeps to itself, as far as is known."""
+    left = len(ledger.unsettled(name))
+    text = f"{count(left, 'sample')} of run {run_name} are not known to be done" if left else "its work is done"
+    step = "give the same command again when it is back; with --patience 0 others compute them at once" if left else ""
+    if not left and ledger.overtaken(name):
+        text = f"what it had not done of run {run_name} was given to others"
+        step = "give the same command again when it is back, so that it does not compute that too"
+    show_event(name, {"event": "step", "text": f"{text}; next: {step}" if step else text})
+
+
+def _tell_left_over(run_name: str, left_over: int) -> None:
+    what = f"{count(left_over, 'sample')} that hosts gave away, or refused to take, are with nobody"
+    step = (
+        "fleetdump deploy another host and give the same command with --add-host; or fleetdump resume "
+        f"--run {run_name} --host with one that leaves, and the same command"
+    )
+    err.print(f"run {run_name} is not done: {what}; next: {step}", markup=False)
+
+
+def _announce(plan: RunPlan) -> None:
+    verb = "going on with" if plan.resumed else "starting"
+    err.print(
+        f"{verb} run {plan.run}: {count(plan.samples, 'sample')} on {count(len(plan.shares), 'server')}", markup=False
+    )
