@@ -47,7 +47,7 @@ from fleetdump.agent.probes import stacks
 from fleetdump.agent.probes.bounded import ProbeFailed
 
 RANKS = 8
-WINDOW = 5.0
+WINDOW = 10.0
 SHORT = 0.5
 """Seconds between two samples: of stage 1, and where only stage 2 is of interest."""
 ROUNDS = 3

@@ -26,7 +26,7 @@ from fleetdump.views.verdicts import show_diagnoses, show_heard, show_markdown
 @click.option("--server", type=ServerName(), default="", help="One of our servers; default: each server of the host.")
 @click.option("--port", type=click.IntRange(1, 65535), default=None, help="Any server that listens on this port.")
 @click.option("--pid", type=click.IntRange(1), default=None, help="Any server by its launcher's pid.")
-@click.option("--seconds", type=Seconds(1, 600), default=5.0, show_default=True, help="Between two samples.")
+@click.option("--seconds", type=Seconds(1, 600), default=10.0, show_default=True, help="Between two samples.")
 @click.option("--deep", is_flag=True, help="Take strace and stacks even when the samples show progress.")
 @click.option("--save", type=click.Path(path_type=Path), default=None, help="Write the evidence below this folder.")
 @click.option("--bundle", type=click.Path(path_type=Path, exists=True), default=None, help="Judge saved evidence.")
@@ -55,7 +55,7 @@ def diagnose(
 
     \b
     Examples:
-      fleetdump diagnose --host gpu01
+      fleetdump diagnose --host gpu01 --seconds 5
       fleetdump diagnose --host 10.1.230.174 --port 30000 --deep
       fleetdump diagnose --bundle evidence/gpu01 --anonymise --markdown
     """

@@ -16,12 +16,16 @@ SILENCE_OF = {"init": 120.0, "serving": 60.0}
 """Where more is usual: a communicator of 8 GPUs was seen to take 62 s, and a batch of long prompts takes a minute."""
 STARVED_LINES = 2
 FIRST_SERVER_ERROR = 500
+ENGINE_WAITS_EVERY = 90.0
+"""Seconds after which what vLLM's engine says every minute, while it waits for its workers, is old."""
 USUAL_LINE = 100
 """Bytes of a log line, where the repeated one is not known."""
 SILENCE = 30.0
 """Seconds of silence below which nobody says "hung" when no patience is given."""
 _REQUEST = re.compile(r"/(?:generate|encode|classify|completions|embeddings|rerank|score|responses|messages)$")
 """Endpoints that need the engine; all others (status, models, metrics) the HTTP server answers by itself."""
+_ENGINE_WAITS = re.compile(r"\(EngineCore.*[Nn]o available (?:shared memory broadcast )?block")
+"""Said by the engine core once a minute; a worker that has nothing to do says it too."""
 _BAR = re.compile(r"(?P<done>\d+)/(?P<total>\d+) \[(?P<spent>[\d:?]+)<(?P<left>[\d:?]+)")
 
 
@@ -41,9 +45,7 @@ class Answers:
         """The phase of the server as a whole."""
         if self.healthy or (self.is_vllm and self.port_open):
             return "serving"
-        log = self.evidence.log
-        told = vllm.phase(log.tail) if self.is_vllm and not log.ranks else ""
-        return told or log.phase or PHASES[0]
+        return self.evidence.log.phase or PHASES[0]
 
     @property
     def port_open(self) -> bool:
@@ -86,12 +88,16 @@ class Answers:
     @property
     def unserved(self) -> list[str]:
         """What contradicts an answer of ``/health``: a request that failed, or requests that run while vLLM's log is
-        silent, which tells every ten seconds what they get. Its ``/health`` says only that the API lives."""
+        silent, which tells every ten seconds what they get, or an engine whose last word is that its workers
+        do not come. Its ``/health`` says only that the API lives."""
         found = [asked(h) for h in self.failed_requests]
         quiet, allowed = self.silence_in("serving")
         running = self.evidence.log.running_requests
         if self.is_vllm and running and not self.forwards and quiet >= allowed:
             found.append(f"{running} requests run by its log, which has said nothing new for {quiet:.0f} s")
+        last = self.evidence.log.tail[-1] if self.evidence.log.tail else ""
+        if self.is_vllm and _ENGINE_WAITS.search(last) and self.evidence.log.quiet_seconds < ENGINE_WAITS_EVERY:
+            found.append(f"its engine waits for its workers: {last.strip()[:100]}")
         return found
 
     @property

@@ -8,7 +8,7 @@ from fleetdump.diagnosis import signatures
 from fleetdump.diagnosis.codes import CODES
 from fleetdump.diagnosis.registry import SIGNATURES, Step
 from fleetdump.diagnosis.suspect import telling_frame
-from fleetdump.diagnosis.types import CERTAINTY, PATTERN, Verdict
+from fleetdump.diagnosis.types import CERTAINTY, PATTERN, STALL, Verdict
 from fleetdump.diagnosis.view import View
 from fleetdump.diagnosis.words import name_of, rank_names, size
 
@@ -23,6 +23,8 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     found = [item for item in found if item[0] == Step.ENDED] or found
     if view.foreign:
         found = [item for item in found if item[1].code in OF_ANY_PROCESS]
+    if any(verdict.severity == STALL for _, verdict in found):
+        found = [item for item in found if not _only_waits(item[1])]
     found.sort(key=lambda item: (item[0], CERTAINTY.index(item[1].confidence)))
     causes = any(step < Step.NOTES for step, _ in found)
     best: dict[str, Verdict] = {}
@@ -41,6 +43,11 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
         verdict.references = list(CODES[verdict.code].reports)
         verdict.evidence = [*verdict.evidence, *_against_health(view), *_blind(view)]
     return verdicts
+
+
+def _only_waits(verdict: Verdict) -> bool:
+    """It says no more than that it is too early to say more."""
+    return verdict.code == "BUSY_NOT_HUNG" and verdict.confidence == PATTERN
 
 
 OF_ANY_PROCESS = frozenset({
@@ -62,7 +69,9 @@ def _unknown(view: View) -> Verdict:
     http = ", ".join(f"GET {h.path}: {h.status or h.error}" for h in evidence.http)
     port = f"port {evidence.target.port} is {'open' if evidence.port.open else 'closed'}"
     still = f"nothing moved in two samples {evidence.seconds:.0f} s apart"
-    if view.starved:
+    if view.unreadable:
+        still = "neither its log nor what its processes read, hold and wait for may be seen by this user"
+    elif view.starved:
         still = f"{evidence.log.zero_statistics} lines of statistics in a row say 0 tokens a second with requests there"
     facts = [
         *(view.progress[:1] or [still]),
@@ -121,6 +130,8 @@ def _standstill(view: View) -> str:
     """What is the matter, as far as it can be said without a cause."""
     if not view.members:
         return "no process of the server can be seen"
+    if view.unreadable:
+        return "nothing of the server can be read but that its processes live"
     quiet, _ = view.silence
     since = f" for {quiet:.0f} s" if 0 < quiet < float("inf") else ""
     return f"nothing moves{since} in phase {view.phase}" if not view.progress else f"it moves in phase {view.phase}"
@@ -129,7 +140,7 @@ def _standstill(view: View) -> str:
 def _deciding_probe(view: View) -> str:
     """What to look at next: the probe that is missing and would tell the remaining causes apart."""
     evidence = view.evidence
-    if not view.members:
+    if not view.members or view.unreadable:
         return "look as root, or from the host outside the container: no process of the server can be read"
     if not evidence.deep:
         return "take the evidence again with --deep: the stacks of all ranks decide"

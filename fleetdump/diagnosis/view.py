@@ -82,6 +82,11 @@ class View(Members):
     """Adds what moves, who spins, and where the stacks are."""
 
     @property
+    def unreadable(self) -> bool:
+        """This user may see neither the log nor what any process reads, holds or waits for."""
+        return bool(self.members) and not self.evidence.log.exists and not any(p.readable for p in self.members)
+
+    @property
     def failing(self) -> bool:
         """Something is gone or has raised, or nothing has moved for longer than it may."""
         broken = not self.evidence.launcher_alive or self.gone or self.evidence.log.crash
@@ -163,8 +168,9 @@ class View(Members):
 
     @cached_property
     def compilers(self) -> list[ProcessFacts]:
-        """Living compiler children that use CPU."""
-        return [p for p in self.evidence.processes if p.role == "compiler" and p.cpu > COMPILER_CPU]
+        """Living compiler children that use CPU; torch inductor's pool of workers sleeps until it has work."""
+        roles = ("compiler", "compile_worker")
+        return [p for p in self.evidence.processes if p.role in roles and p.cpu > COMPILER_CPU]
 
     @cached_property
     def progress(self) -> list[str]:

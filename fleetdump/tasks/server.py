@@ -38,7 +38,7 @@ class Target:
     server: str = ""
     port: int = 0
     pid: int = 0
-    seconds: float = 5.0
+    seconds: float = 10.0
     deep: bool = False
 
 

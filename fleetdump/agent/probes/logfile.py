@@ -7,11 +7,12 @@ import os
 import re
 import stat
 import time
-from typing import BinaryIO, Dict, List
+from typing import BinaryIO, Dict, List, Tuple
 
 from fleetdump.agent import logmarks
 from fleetdump.agent.evidence_engine import LogFacts, RankMarks
-from fleetdump.agent.probes.logtroubles import Troubles, split_lines
+from fleetdump.agent.probes.logtroubles import EXCERPT, Troubles, split_lines
+from fleetdump.agent.probes.vllmlog import VllmLog
 from fleetdump.agent.scrub import scrub
 
 READ_LIMIT = 1 << 20
@@ -31,6 +32,7 @@ class LogReader:
         self._parser = logmarks.LogParser(ranks=ranks)
         self._position = self._skipped = 0
         self._troubles = Troubles()
+        self._vllm = VllmLog()
         self._rest = b""
         self._stamp = self._news_stamp = ""
         self._first = (0, 0, 0)
@@ -51,6 +53,8 @@ class LogReader:
         troubles: Dict[str, str] = {name: scrub(line) for name, line in marks.troubles.items()}
         troubles.update(self._troubles.first)
         quiet = round(max(0.0, time.time() - facts.st_mtime), 1)
+        last, torn = self._last_line()
+        self._vllm.feed(last)
         crash = marks.crashed if marks.crashed and marks.crashed.kind in ("exception", "warmup") else None
         return LogFacts(
             path=self._path,
@@ -63,7 +67,7 @@ class LogReader:
             forwards=marks.forwards - forwards,
             quiet_seconds=quiet,
             news_seconds=self._news_seconds(quiet),
-            phase=marks.phase,
+            phase=marks.phase if marks.ranks else self._vllm.phase or marks.phase,
             ready=marks.ready,
             server_marks=list(marks.server_markers),
             ranks=[self._rank_marks(rank) for _, rank in sorted(marks.ranks.items())],
@@ -78,7 +82,7 @@ class LogReader:
             waits_for_lock=self._troubles.waits_for_lock(),
             bad_argument=self._troubles.usage.refused,
             nearest_argument=self._troubles.usage.nearest(),
-            tail=[scrub(line) for line in marks.tail],
+            tail=[scrub(line) for line in [*marks.tail, *([last] if torn else [])][-logmarks.TAIL_LINES :]],
             unterminated=not self._ends_with_newline(),
         )
 
@@ -104,7 +108,14 @@ class LogReader:
         self._by_line(data)
         for line in split_lines(b"\n".join(whole)):
             self._troubles.feed(line)
+            self._vllm.feed(line)
         self._rest = self._rest[-LINE_LIMIT:]
+
+    def _last_line(self) -> Tuple[str, bool]:
+        """What there is of a last line without newline, and whether nothing ends it yet: a bar that was drawn once and
+        never again has neither newline nor carriage return."""
+        parts = [part for line in split_lines(self._rest) if (part := line.strip())]
+        return parts[-1][:EXCERPT] if parts else "", bool(parts) and not self._rest.endswith(b"\r")
 
     def _by_line(self, data: bytes) -> None:
         """Feed line by line and note when the log last said anything new, by its own stamps."""

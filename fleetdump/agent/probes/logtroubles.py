@@ -26,7 +26,9 @@ TROUBLES: Tuple[Tuple[str, re.Pattern[str]], ...] = tuple(
          "ProxyError", "Tunnel connection failed", "Proxy Authentication Required"),
         ("rank_died", r"Rank \d+ scheduler (?:died|is dead)"),
         ("shm_failed", r"(?i:(?:creat|extend|truncat|posix_fallocate)\w*.{0,60}(?:shared memory|/dev/shm))",
-         r"(?i:/dev/shm.{0,80}(?:fail|error|no space))", r"unable to \w+ .{0,20}(?:shared memory|</torch_)"),
+         r"(?i:/dev/shm.{0,80}(?:fail|error|no space))",
+         r"No space left on device: '?/(?:dev/shm/|psm_|sem\.|torch_|nccl-)",
+         r"unable to \w+ .{0,20}(?:shared memory|</torch_)"),
         ("bus_error", "(?i:bus error)", "SIGBUS"),
         ("cuda_802", "error 802", "(?i:system not yet initialized)"),
         ("memory_unbalanced", "(?i:memory capacity is unbalanced)"),
@@ -40,7 +42,8 @@ TROUBLES: Tuple[Tuple[str, re.Pattern[str]], ...] = tuple(
         ("cannot_bind", r"(?<!98\] )error while attempting to bind(?!.*in use)",
          "(?i:^(?!.*connect).*cannot assign requested address|could not bind(?!.*in use))"),
         ("hub_failed", r"(?:huggingface|modelscope|hf\.co|cas-bridge).{0,120}(?i:timed? ?out|max retries|unreachable)"),
-        ("startup_timeout", r"(?i:(?:start|initiali[sz]e|ready)\w*.{0,40}(?:timed out|within \d+))"),
+        ("startup_timeout", r"(?i:(?:start|initiali[sz]e|ready)\w*.{0,40}(?:timed out|within \d+))",
+         r"(?i:timed out waiting for .{0,20}(?:engines?|workers?|schedulers?|server)\b)"),
     )
 )  # fmt: skip
 _LOCK = re.compile(r"(?:acquire|waiting for|wait for).{0,40}lock.{0,20}?[\s'\"](?P<path>/[^\s'\",]+)", re.I)

@@ -7,6 +7,7 @@ import re
 from fleetdump.agent.evidence_engine import FlightRecord, RankCount
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.compiling import compiles
+from fleetdump.diagnosis.signatures.pipes import mute
 from fleetdump.diagnosis.suspect import COLLECTIVES, Suspect, collective_of, stack_facts, suspect
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
 from fleetdump.diagnosis.view import View
@@ -21,7 +22,8 @@ _ALL_REDUCE = re.compile(
 
 def stands_still(view: View) -> bool:
     """Everybody lives, and nothing has moved for longer than it may."""
-    return view.complete and not (view.healthy or view.progress or compiles(view) or view.silent_too_short)
+    explained = compiles(view) or mute(view)
+    return view.complete and not (view.healthy or view.progress or explained or view.silent_too_short)
 
 
 @signature(Step.COLLECTIVES)
@@ -251,7 +253,8 @@ def _power_facts(view: View) -> list[str]:
 @signature(Step.COLLECTIVES)
 def capture(view: View) -> Verdict | None:
     """Graph capture stands still on all ranks, and none of them stands out."""
-    if not stands_still(view) or view.port_open or view.phase != "capture":
+    in_driver = [p for p in view.schedulers if p.state == p.state_before == "D"]
+    if not stands_still(view) or view.port_open or view.phase != "capture" or in_driver:
         return None
     found = suspect(view)
     if found.rank is not None:

@@ -27,12 +27,12 @@ _EXPECTED = re.compile(r"DeepGEMM", re.IGNORECASE)
 def compiling(view: View) -> Verdict | None:
     """Living compiler children use CPU, a rank's stack is inside a compiler, or the phase of compilation moves."""
     inside = compiling_stacks(view)
-    moves = view.phase == "jit" and view.starting and not view.port_open and _works(view)
+    moves = _works(view) and ((view.phase == "jit" and view.starting and not view.port_open) or _prebuilds(view))
     done = view.healthy and not view.evidence.log.running_requests
     gone = view.gone or not view.evidence.launcher_alive
     if (not view.compilers and not inside and not moves) or done or view.forwards or gone or view.grammar_stacks:
         return None
-    names = sorted({p.name for p in view.compilers})
+    names = sorted({p.name if p.role == "compiler" else "torch inductor's workers" for p in view.compilers})
     facts = [f"{len(view.compilers)} compiler processes use CPU: {', '.join(names)}"] if names else []
     facts += [f"{s.label or s.role} is in {_frame(s)}" for s in inside]
     facts += [f"progress bar: {view.bar}"] if view.bar and moves else []
@@ -73,6 +73,13 @@ def _next_steps(view: View) -> list[str]:
         "wait (a cold DeepGEMM cache takes 10 to 20 min)" if deep or not view.was_ready else "wait: it ends by itself",
         "keep the compile cache on a disk that survives, or ship a prebuilt one",
     ]
+
+
+def _prebuilds(view: View) -> bool:
+    """DeepGEMM's bar is the last that the log says, and it advances: it compiles before a shape's first use, also in a
+    server that has served for long."""
+    log = view.evidence.log
+    return bool(log.news and log.tail) and bool(_EXPECTED.search(log.tail[-1])) and bool(view.bar)
 
 
 def _works(view: View) -> bool:

@@ -78,13 +78,16 @@ def limit_too_short(view: View) -> Verdict | None:
         return None
     # A starter that gives up says so itself, and it ends a start that has not failed by any other reason.
     given_up = bool(view.trouble("startup_timeout")) and not evidence.log.crash and view.phase in _WORKING_PHASES
-    moving = given_up or _moved_until_the_end(view)
+    # What outlives its starter and still reads or compiles had not hung.
+    left = bool(view.trouble("startup_timeout")) and bool(view.schedulers) and bool(view.progress or view.compilers)
+    moving = given_up or left or _moved_until_the_end(view)
     slow = evidence.log.running_requests and compiles(view)
     if evidence.launcher_alive or not (moving or slow):
         return None
     facts = [f"log: {line}" for _, line in lines]
     facts += [f"progress bar when it ended: {view.bar}"] if view.bar else []
     facts.append(f"it was in phase {view.phase}, where work goes on without batches")
+    facts += [f"outlives it: {fact}" for fact in view.progress[:3]] if left else []
     return Verdict(
         "TIMEOUT_TOO_SHORT",
         f"a time limit ended the server while it still worked{f' ({view.bar})' if view.bar else ''}",

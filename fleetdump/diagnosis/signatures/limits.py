@@ -5,7 +5,7 @@ from __future__ import annotations
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
 from fleetdump.diagnosis.view import View
-from fleetdump.diagnosis.words import size
+from fleetdump.diagnosis.words import asked, size
 
 SHM_SMALL = 256 << 20
 """A container's default /dev/shm has 64 MiB; a rank's NCCL and torch segments need more than that together."""
@@ -46,7 +46,8 @@ def open_files(view: View) -> Verdict | None:
     """A process has as many descriptors open as it may."""
     full = [p for p in view.members if p.fd_limit and p.fd_count >= NEARLY * p.fd_limit]
     line = view.trouble("too_many_files")
-    if view.healthy or not view.failing or not (full or line):
+    silent = view.port_open and bool(view.evidence.http) and not any(h.status for h in view.evidence.http)
+    if view.healthy or not (view.failing or (full and silent)) or not (full or line):
         return None
     facts = [f"{p.label or p.role}: {p.fd_count} descriptors open, {p.fd_limit} allowed" for p in full]
     return Verdict(
@@ -55,6 +56,6 @@ def open_files(view: View) -> Verdict | None:
         DIRECT if full and line else MEASURED if full else LOG_ONLY,
         phase=view.phase,
         rank=full[0].rank if full else None,
-        evidence=[*facts, *([f"log: {line}"] if line else [])],
+        evidence=[*facts, *(map(asked, view.evidence.http) if silent else []), *([f"log: {line}"] if line else [])],
         next_steps=["raise the limit (ulimit -n 65536, LimitNOFILE, docker --ulimit nofile) and deploy again"],
     )

@@ -20,6 +20,7 @@ _FLOCK_CALL = "73"
 _COMPILE_PHASES = ("kv_pool", "jit", "capture", "http", "warmup", "serving")
 _JIT_LINE = re.compile(r"\bJIT\b|torch_extensions|cpp_extension|[Bb]uilding (?:op|extension|kernel)|flashinfer")
 _HUB_PATH = re.compile(r"/\.locks/|/hub/|huggingface|modelscope")
+_SHARED = re.compile(r"nfs|lustre|fuse|ceph|gpfs|cifs|9p|virtiofs|beegfs")
 POLLS = (1.0, 60.0)
 """Voluntary switches a second of a thread that looks at a lock file again and again, at most 20 times a second."""
 
@@ -41,7 +42,7 @@ def hub_lock(view: View) -> Verdict | None:
         return None
     path = stale[0].path if stale else named
     facts = [f"log: it waits for {named} again and again ({view.evidence.log.repeated} lines)"] if named else []
-    facts += [_age(f) for f in stale[:3]]
+    facts += [_age(view, f) for f in stale[:3]]
     facts += [f"{s.label or s.role} waits in {s.frames[0]}" for s in stacks]
     return Verdict(
         "HUB_LOCK",
@@ -109,7 +110,7 @@ def stale_lock(view: View) -> Verdict | None:
         DIRECT if stacks else MEASURED,
         phase=view.phase,
         rank=waiting[0].rank if len(waiting) == 1 else None,
-        evidence=[*facts, *(_age(f) for f in stale[:3]), "no compiler runs"],
+        evidence=[*facts, *(_age(view, f) for f in stale[:3]), "no compiler runs"],
         next_steps=[f"remove {stale[0].path}; nobody here has it open"],
     )
 
@@ -184,13 +185,18 @@ def _in_flock(process: ProcessFacts) -> bool:
 
 
 def _is_stale(view: View, file: LockFile) -> bool:
-    return not (file.holder or file.locked) and file.age_seconds > view.evidence.uptime > 0
+    """Nobody here holds it, and it was there before the server; or before the standstill, if whoever builds would be
+    seen with it open: of a compile cache, on a disk of this host."""
+    told = file.use == "compile" and not _SHARED.search(file.fstype) and not view.within_patience
+    since = min(view.evidence.uptime, view.silence[0]) if told else view.evidence.uptime
+    return not (file.holder or file.locked) and file.age_seconds > since > 0
 
 
 def _last_line(view: View) -> str:
     return view.evidence.log.tail[-1] if view.evidence.log.tail else ""
 
 
-def _age(file: LockFile) -> str:
+def _age(view: View, file: LockFile) -> str:
+    than = "the server" if file.age_seconds > view.evidence.uptime else "the standstill"
     where = f" (on {file.fstype})" if file.fstype else ""
-    return f"{file.path}{where}: {file.age_seconds:.0f} s old, older than the server, held by nobody"
+    return f"{file.path}{where}: {file.age_seconds:.0f} s old, older than {than}, held by nobody"

@@ -91,7 +91,7 @@ def disk_full_beside(view: View) -> Verdict | None:
 def disk_was_full(view: View) -> Verdict | None:
     """The log complains of a full disk, and the disks have space now: it may have been the cause, and may not."""
     line = view.trouble("disk_full")
-    if not line or full_disks(view) or view.healthy:
+    if not line or full_disks(view) or view.healthy or line == view.trouble("shm_failed"):
         return None
     return Verdict(
         "DISK_FULL",

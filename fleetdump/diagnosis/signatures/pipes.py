@@ -39,7 +39,7 @@ def end_of_file_impossible(view: View) -> Verdict | None:
 @signature(Step.PIPES)
 def output_pipe_full(view: View) -> Verdict | None:
     """A process sleeps in a write to its standard output, a pipe that nobody empties."""
-    held = [p for p in view.members if _blocked_in_output(p)]
+    held = mute(view)
     if not held or view.healthy:
         return None
     first = held[0]
@@ -59,6 +59,11 @@ def output_pipe_full(view: View) -> Verdict | None:
         evidence=facts,
         next_steps=["let the reader (tee, ssh, a log shipper) go on; launch with the output in a file"],
     )
+
+
+def mute(view: View) -> list[ProcessFacts]:
+    """Processes of the server that sleep until somebody reads what they say: whoever waits, waits for that."""
+    return [p for p in view.members if _blocked_in_output(p)]
 
 
 def _blocked_in_output(process: ProcessFacts) -> bool:

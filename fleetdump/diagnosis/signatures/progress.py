@@ -80,9 +80,10 @@ def _loads(view: View) -> bool:
 
 
 def _at_weights(view: View) -> bool:
-    """A log without marks of ranks: their stacks, or the kind of file system that the pages come from, say it."""
+    """A log without marks of ranks: their stacks, or the kind of file system that the pages come from, say it; or the
+    engine waits for workers that it has given an order, so that their imports are over."""
     loads = any(_LOADER.search(frame) for stack in view.evidence.stacks for frame in stack.frames)
-    return loads or bool(_remote(view))
+    return loads or bool(_remote(view) or view.trouble("ring_full"))
 
 
 @signature(Step.PROGRESS)

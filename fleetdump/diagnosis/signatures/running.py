@@ -46,7 +46,8 @@ def _work_facts(view: View) -> list[str]:
 def busy(view: View) -> Verdict | None:
     """``/health`` or a request fails or is slow, but batches move."""
     health = view.answer("/health")
-    working = view.progress if (view.gpus_work or view.failed_requests) and view.complete else []
+    told = view.gpus_work or view.failed_requests or (view.bar and view.evidence.log.news)
+    working = view.progress if told and view.complete else []
     if not view.port_open or view.healthy or view.gone or view.starved or not (view.forwards or working):
         return None
     answer = f"{health.status or health.error} in {health.seconds:.1f} s" if health else "not asked"

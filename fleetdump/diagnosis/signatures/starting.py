@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.compiling import compiles
+from fleetdump.diagnosis.signatures.pipes import mute
 from fleetdump.diagnosis.suspect import stack_facts, suspect
-from fleetdump.diagnosis.types import Verdict
+from fleetdump.diagnosis.types import DIRECT, MEASURED, Verdict
 from fleetdump.diagnosis.view import AFTER, View
 
 
@@ -16,6 +17,8 @@ def parent_waits_ready(view: View) -> Verdict | None:
     if not view.complete or view.port_open or view.progress or compiles(view) or view.within_patience:
         return None
     found = suspect(view)
+    if mute(view) or (view.unreadable and found.confidence not in (DIRECT, MEASURED)):
+        return None
     process = next((p for p in view.schedulers if p.rank == found.rank), None)
     phase = view.phase_of(process)
     what = f", which {found.what} {AFTER[phase]}" if found.what else f" {AFTER[phase]}"
