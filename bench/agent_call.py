@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from demo.sshd import run_sshd
-from fleetdump.agent.protocol import StatusArgs, StatusResult
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
 from fleetdump.fleet import Host, connect
 from fleetdump.fleet.connection import open_connection
 from fleetdump.fleet.hostkeys import KnownHosts

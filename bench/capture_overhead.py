@@ -42,7 +42,8 @@ from bench.capture.server import (
     swappable_server,
 )
 from demo.sglang_cpu import recipe
-from fleetdump.agent.protocol import CaptureSpec, to_json
+from fleetdump.agent.protocol import to_json
+from fleetdump.agent.specs import CaptureSpec
 
 PARTS = ("check", "inert", "syncs", "alternate", "long", "latency", "limit", "small")
 FLAGS = "flags"

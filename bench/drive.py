@@ -36,8 +36,8 @@ from bench.drivetail import measure_tail
 from fleetdump.agent.context import State
 from fleetdump.agent.drive import start_driver
 from fleetdump.agent.formats import row_line
-from fleetdump.agent.protocol import CaptureSpec
 from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.specs import CaptureSpec
 
 SERVICE = 0.05
 CONCURRENCY = 16

@@ -27,8 +27,10 @@ from fleetdump.agent.applicable import choose_edits
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.edit import apply_edits
 from fleetdump.agent.patching import patch, revert
+from fleetdump.agent.patchmessages import PatchArgs, RevertArgs
 from fleetdump.agent.patchsurvey import MARKER
-from fleetdump.agent.protocol import AgentFailure, PatchArgs, PatchSpec, Request, RevertArgs
+from fleetdump.agent.protocol import AgentFailure, Request
+from fleetdump.agent.specs import PatchSpec
 from fleetdump.patches import find_patch, load_patch
 
 BUILD = Path(__file__).resolve().parents[1] / "build"

@@ -29,8 +29,8 @@ from demo.sshd import run_sshd
 from fleetdump.agent import procfs
 from fleetdump.agent.bootstrap import state_root
 from fleetdump.agent.context import State
-from fleetdump.agent.protocol import MonitorArgs, MonitorResult
 from fleetdump.agent.server import ServerRecord, boot_id, save_record
+from fleetdump.agent.servermessages import MonitorArgs, MonitorResult
 from fleetdump.fleet import connect, host
 from fleetdump.fleet.connection import open_connection
 from fleetdump.fleet.hostkeys import KnownHosts

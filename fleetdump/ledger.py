@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetdump.agent.formats import ManifestLine, RejectedLine, server_of
-from fleetdump.agent.protocol import ShardInfo
+from fleetdump.agent.runmessages import ShardInfo
 from fleetdump.errors import UsageError
 
 SCHEMA = """

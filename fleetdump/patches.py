@@ -1,4 +1,4 @@
-"""Patch directories: where a patch is found, and how one is loaded as a ``protocol.PatchSpec``.
+"""Patch directories: where a patch is found, and how one is loaded as a ``specs.PatchSpec``.
 
 What ``patch.yaml`` may say is in ``patchschema``. A directory without one that holds one ``*.patch`` or ``*.diff``
 file, or one ``apply_*.py``, is a patch too: for any release, called like the directory, its version the beginning of
@@ -18,7 +18,8 @@ from typing import Any
 
 from yaml.nodes import Node
 
-from fleetdump.agent.protocol import Edit, PackageChange, PatchSpec, ReleaseArg, to_json
+from fleetdump.agent.protocol import to_json
+from fleetdump.agent.specs import Edit, PackageChange, PatchSpec, ReleaseArg
 from fleetdump.errors import UsageError
 from fleetdump.patchschema import NAME, PATCH, PATCH_FILE, read_change
 from fleetdump.suggest import did_you_mean

@@ -58,7 +58,7 @@ from typing import TypeVar
 from yaml.nodes import MappingNode, Node
 
 from fleetdump.agent import unidiff
-from fleetdump.agent.protocol import Edit, Insertion, PackageChange, RefusedArg, ReleaseArg
+from fleetdump.agent.specs import Edit, Insertion, PackageChange, RefusedArg, ReleaseArg
 from fleetdump.yamlmarks import Parser, Reader, Schema, Wrong
 
 T = TypeVar("T")

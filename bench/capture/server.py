@@ -19,7 +19,7 @@ from typing import Any
 from fleetdump.agent.applicable import choose_edits
 from fleetdump.agent.edit import apply_edits
 from fleetdump.agent.flagrules import patch_arguments
-from fleetdump.agent.protocol import Edit, Insertion, PatchSpec
+from fleetdump.agent.specs import Edit, Insertion, PatchSpec
 from fleetdump.patches import load_patch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,8 @@ from typing import List, Sequence, Set
 
 from fleetdump.agent.edit import release_within
 from fleetdump.agent.model import read_model
-from fleetdump.agent.protocol import AgentFailure, Edit, PatchSpec
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.specs import Edit, PatchSpec
 
 
 def choose_edits(spec: PatchSpec, release: str, architectures: Sequence[str]) -> List[Edit]:

@@ -12,8 +12,9 @@ from typing import Any, Collection, Deque
 from fleetdump.agent import lease
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import FORMAT_VERSION
+from fleetdump.agent.hostmessages import AuditArgs, AuditEntry, AuditResult
 from fleetdump.agent.lock import held_by
-from fleetdump.agent.protocol import AgentFailure, AuditArgs, AuditEntry, AuditResult
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import UNREADABLE, decode, naming
 from fleetdump.agent.scrub import scrub_argv
 

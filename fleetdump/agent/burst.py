@@ -16,7 +16,8 @@ from fleetdump.agent.formats import Rid
 from fleetdump.agent.generate import Reply, Threads, context_length, prefill
 from fleetdump.agent.journals import Journals
 from fleetdump.agent.model import vocabulary_size
-from fleetdump.agent.protocol import AgentFailure, BurstArgs, BurstResult, SelfCheckArgs
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.runmessages import BurstArgs, BurstResult, SelfCheckArgs
 from fleetdump.agent.selfcheck import capturing_server, run_of_its_own
 from fleetdump.agent.selfcheck_prompts import VOCABULARY
 from fleetdump.agent.server import ServerRecord

@@ -13,8 +13,10 @@ from fleetdump.agent.findings import Checked, blocked
 from fleetdump.agent.flagrules import patch_arguments
 from fleetdump.agent.launchplan import environment_of, inherited_environment, refuse_arguments
 from fleetdump.agent.neighbours import EngineUser, engine_users, file_system_of, is_network
-from fleetdump.agent.protocol import AgentFailure, Finding, Interpreter, PatchArgs, PatchSpec, ServerSpec
+from fleetdump.agent.patchmessages import PatchArgs
+from fleetdump.agent.protocol import AgentFailure, Finding
 from fleetdump.agent.server import living, readable_records
+from fleetdump.agent.specs import Interpreter, PatchSpec, ServerSpec
 
 USE_HOOK = "--delivery import-hook changes no file: the patch is then in the launched server alone"
 

@@ -12,11 +12,13 @@ from typing import Iterator, Optional, Tuple
 from fleetdump.agent import hub
 from fleetdump.agent.arguments import option_value
 from fleetdump.agent.findings import GIB, KIB, MIB, Checked
+from fleetdump.agent.hostmessages import ProbeArgs
 from fleetdump.agent.launchplan import environment_of
 from fleetdump.agent.model import read_model
 from fleetdump.agent.neighbours import is_network
 from fleetdump.agent.probes import host
-from fleetdump.agent.protocol import AgentFailure, Finding, ProbeArgs, ServerSpec
+from fleetdump.agent.protocol import AgentFailure, Finding
+from fleetdump.agent.specs import ServerSpec
 
 LEAST_DISK = 64 * MIB
 """Free bytes below which no capture can begin: a few pieces of one long prompt."""

@@ -8,10 +8,12 @@ from fleetdump.agent.checks_gpu import is_on_cpu
 from fleetdump.agent.configfile import config_arguments
 from fleetdump.agent.findings import Checked
 from fleetdump.agent.forwardsize import judge, largest_forward, row_bytes
+from fleetdump.agent.hostmessages import ProbeArgs
 from fleetdump.agent.launchplan import environment_of
 from fleetdump.agent.model import read_model
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
-from fleetdump.agent.protocol import AgentFailure, Finding, ProbeArgs, ServerSpec
+from fleetdump.agent.protocol import AgentFailure, Finding
+from fleetdump.agent.specs import ServerSpec
 
 
 def check_forward(server: ServerSpec, args: ProbeArgs) -> Checked:

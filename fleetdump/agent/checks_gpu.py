@@ -14,9 +14,10 @@ from fleetdump.agent.findings import Checked
 from fleetdump.agent.neighbours import user_of
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 from fleetdump.agent.probes.gpu import CSV, PROCESS_QUERY, parse_processes
-from fleetdump.agent.protocol import Finding, ServerSpec
+from fleetdump.agent.protocol import Finding
 from fleetdump.agent.scrub import scrub_argv
 from fleetdump.agent.server import living, readable_records
+from fleetdump.agent.specs import ServerSpec
 
 QUERY = "index,name,memory.total,memory.used,driver_version,uuid"
 SMALL_MIB = 1024

@@ -11,8 +11,10 @@ from typing import Sequence, Tuple
 from fleetdump.agent import procfs
 from fleetdump.agent.checks_gpu import is_on_cpu
 from fleetdump.agent.findings import GIB, KIB, Checked
+from fleetdump.agent.hostmessages import ProbeArgs
 from fleetdump.agent.probes import host
-from fleetdump.agent.protocol import Finding, ProbeArgs, ServerSpec
+from fleetdump.agent.protocol import Finding
+from fleetdump.agent.specs import ServerSpec
 
 LOW_MEMORY = 4 * GIB
 LOW_SHM = GIB

@@ -8,9 +8,11 @@ from typing import List, Sequence
 from fleetdump.agent import hub
 from fleetdump.agent.arguments import option_value
 from fleetdump.agent.findings import Checked, blocked
+from fleetdump.agent.hostmessages import ModelFacts
 from fleetdump.agent.launchplan import environment_of
 from fleetdump.agent.model import facts_of, read_model
-from fleetdump.agent.protocol import AgentFailure, Finding, ModelFacts, ServerSpec
+from fleetdump.agent.protocol import AgentFailure, Finding
+from fleetdump.agent.specs import ServerSpec
 
 KEY = "model"
 

@@ -12,9 +12,10 @@ from fleetdump.agent.findings import Checked
 from fleetdump.agent.launchplan import environment_of
 from fleetdump.agent.neighbours import describe_port_owner
 from fleetdump.agent.probes.net import ANY_ADDRESS
-from fleetdump.agent.protocol import AgentFailure, Finding, ServerSpec
+from fleetdump.agent.protocol import AgentFailure, Finding
 from fleetdump.agent.scrub import proxy_address
 from fleetdump.agent.server import living, readable_records
+from fleetdump.agent.specs import ServerSpec
 
 PROXIES = ("http_proxy", "all_proxy")
 """Where SGLang sends its warm-up when it listens on all addresses."""

@@ -12,10 +12,11 @@ from fleetdump.agent import engine, patching, patchrecord
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.controlling import controller_folders, stop_controllers
 from fleetdump.agent.formats import RANKS_FOLDER, SELFCHECK_PREFIX, FormatError
+from fleetdump.agent.hostmessages import CleanArgs, CleanResult
 from fleetdump.agent.jsonl import open_journal, read_lines
 from fleetdump.agent.launch import made_dirs
 from fleetdump.agent.ownership import OwnFiles, holds_files, knows_run, own_files, rank_files
-from fleetdump.agent.protocol import AgentFailure, CleanArgs, CleanResult
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.removal import Removal
 from fleetdump.agent.server import living, load_records
 from fleetdump.agent.share import Share, runs_of, shares_of

@@ -6,7 +6,8 @@ from typing import Dict, List
 
 from fleetdump.agent import engine
 from fleetdump.agent.arguments import option_value
-from fleetdump.agent.protocol import AgentFailure, ServerSpec
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.specs import ServerSpec
 
 # As ConfigArgumentMerger of SGLang 0.5.5 to 0.5.23: a true flag stands alone, a false one is left out.
 _READ = r"""

@@ -22,9 +22,10 @@ from typing import Any, Dict, Iterable, List, Optional
 
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
+from fleetdump.agent.hostmessages import ControllerArgs, ControllerResult, ControllerState
 from fleetdump.agent.jsonl import write_json
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import AgentFailure, ControllerArgs, ControllerResult, ControllerState
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import read_advice
 
 CODE = "code"

@@ -16,13 +16,13 @@ from fleetdump.agent.formats import row_line, server_of
 from fleetdump.agent.gate import capture_mismatch
 from fleetdump.agent.jsonl import fsync_directory
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import (
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.runmessages import (
     CANCEL,
     FINISHED,
     ORDERS,
     PAUSE,
     TOO_LONG,
-    AgentFailure,
     FollowArgs,
     FollowResult,
     ManifestArgs,

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Iterator, List, Optional, Sequence, Set, Tuple, Union
 
-from fleetdump.agent.protocol import Edit, from_json
+from fleetdump.agent.protocol import from_json
+from fleetdump.agent.specs import Edit
 
 Function = Union[ast.FunctionDef, ast.AsyncFunctionDef]
 

@@ -33,9 +33,10 @@ from fleetdump.agent.probes import cgroup, flight, gpu, host, net, process, ras,
 from fleetdump.agent.probes.bounded import Pending, Probes
 from fleetdump.agent.probes.logfile import LogReader
 from fleetdump.agent.progress import Rates
-from fleetdump.agent.protocol import EvidenceArgs, EvidenceResult, HealthyProfile, to_json
+from fleetdump.agent.protocol import to_json
 from fleetdump.agent.scrub import proxy_address
 from fleetdump.agent.server import load_record
+from fleetdump.agent.servermessages import EvidenceArgs, EvidenceResult, HealthyProfile
 from fleetdump.agent.targets import find_target
 from fleetdump.agent.tools import brought
 

@@ -25,7 +25,8 @@ from fleetdump.agent.evidence_host import (
     Pressure,
 )
 from fleetdump.agent.evidence_process import ProcessFacts, Stack, StackGroup, Trace
-from fleetdump.agent.protocol import HealthyProfile, Patience
+from fleetdump.agent.servermessages import HealthyProfile
+from fleetdump.agent.specs import Patience
 
 EVIDENCE_VERSION = 1
 

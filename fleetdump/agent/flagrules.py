@@ -8,7 +8,8 @@ from typing import Any, Iterator, List, Mapping, Optional, Sequence
 
 from fleetdump.agent.arguments import option_groups, option_name, options_meant
 from fleetdump.agent.edit import release_within
-from fleetdump.agent.protocol import AgentFailure, Expectation, PatchSpec, RefusedArg, ReleaseArg
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.specs import Expectation, PatchSpec, RefusedArg, ReleaseArg
 
 _MISSING = object()
 

@@ -9,9 +9,9 @@ from fleetdump.agent.context import AgentContext
 from fleetdump.agent.launch import result_of
 from fleetdump.agent.launchplan import LaunchPlan
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import ForecastArgs, ForecastResult, LaunchArgs, LaunchForecast
 from fleetdump.agent.scrub import scrub_argv
 from fleetdump.agent.server import ServerRecord, living, load_record, readable_records
+from fleetdump.agent.servermessages import ForecastArgs, ForecastResult, LaunchArgs, LaunchForecast
 
 NONE, START, REPLACE = "none", "start", "replace"
 

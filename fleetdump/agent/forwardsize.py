@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import List, Optional, Sequence
 
 from fleetdump.agent.arguments import option_value
-from fleetdump.agent.protocol import Finding, ModelFacts, ServerSpec
+from fleetdump.agent.hostmessages import ModelFacts
+from fleetdump.agent.protocol import Finding
+from fleetdump.agent.specs import ServerSpec
 
 KEY = "forward"
 MIB = 1 << 20

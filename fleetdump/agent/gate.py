@@ -10,10 +10,11 @@ from fleetdump.agent.access import authorization
 from fleetdump.agent.context import State
 from fleetdump.agent.generate import is_ready
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import AgentFailure, CaptureSpec
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import in_words
 from fleetdump.agent.server import PASSED, ServerRecord, load_record
 from fleetdump.agent.settings import faults_of
+from fleetdump.agent.specs import CaptureSpec
 
 
 @dataclass

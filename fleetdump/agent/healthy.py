@@ -17,9 +17,10 @@ from fleetdump.agent.context import State
 from fleetdump.agent.formats import FORMAT_VERSION
 from fleetdump.agent.jsonl import append_lines, open_journal
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
-from fleetdump.agent.protocol import AgentFailure, HealthyProfile, merged_profile
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import UNREADABLE, decode
 from fleetdump.agent.server import ServerRecord
+from fleetdump.agent.servermessages import HealthyProfile, merged_profile
 
 FILE = "healthy.jsonl"
 REMEMBERED = 20

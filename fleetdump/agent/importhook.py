@@ -13,7 +13,8 @@ from fleetdump.agent.changes import Change
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.jsonl import write_json
 from fleetdump.agent.patching import IMPORT_HOOK, plan_on_clean, refuse_for_hook
-from fleetdump.agent.protocol import PatchArgs, PatchSpec, ServerSpec
+from fleetdump.agent.patchmessages import PatchArgs
+from fleetdump.agent.specs import PatchSpec, ServerSpec
 
 EDITED = "edited-source"
 """No Python name: nothing in that folder can be imported by accident."""

@@ -20,10 +20,11 @@ from fleetdump.agent.logind import Shelter, shelter
 from fleetdump.agent.model import UNKNOWN
 from fleetdump.agent.patching import IMPORT_HOOK
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import AgentFailure, LaunchArgs, LaunchResult, to_json
+from fleetdump.agent.protocol import AgentFailure, to_json
 from fleetdump.agent.records import naming, read_advice
 from fleetdump.agent.scrub import scrub_argv
 from fleetdump.agent.server import ServerRecord, boot_id, living, load_record, save_record, server_state
+from fleetdump.agent.servermessages import LaunchArgs, LaunchResult
 from fleetdump.agent.stop import end_server
 
 OLD_LOGS = 5

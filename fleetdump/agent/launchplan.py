@@ -14,7 +14,9 @@ from fleetdump.agent.arguments import added_arguments, merge_arguments, refuse_o
 from fleetdump.agent.configfile import config_arguments, config_path
 from fleetdump.agent.neighbours import describe_port_owner
 from fleetdump.agent.patching import IMPORT_HOOK
-from fleetdump.agent.protocol import AgentFailure, CaptureSpec, Expectation, LaunchArgs, PatchSpec, ServerSpec, to_json
+from fleetdump.agent.protocol import AgentFailure, to_json
+from fleetdump.agent.servermessages import LaunchArgs
+from fleetdump.agent.specs import CaptureSpec, Expectation, PatchSpec, ServerSpec
 
 NOT_INHERITED = ("SSH_", "SUDO_", "FLEETDUMP_", "OLDPWD", "PWD", "_")
 

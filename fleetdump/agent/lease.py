@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fleetdump.agent import lock
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.protocol import HoldArgs, HoldResult, ReleaseArgs, ReleaseResult
+from fleetdump.agent.hostmessages import HoldArgs, HoldResult, ReleaseArgs, ReleaseResult
 
 FOLDER = "lease"
 POLL_SECONDS = 0.2

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Set, Tuple
 
 from fleetdump.agent.procfs import Rank
-from fleetdump.agent.protocol import PHASES
+from fleetdump.agent.specs import PHASES
 
 LINE_LIMIT = 1 << 16
 """Bytes of one line that are looked at; SGLang's longest, the dump of its arguments, has about 12 KB."""

@@ -19,9 +19,10 @@ from fleetdump.agent.gate import Launch, Probe, probe
 from fleetdump.agent.generate import Reply, Threads, prefill
 from fleetdump.agent.journals import Captured, Journals, PieceFault, join
 from fleetdump.agent.jsonl import encode_line, open_lines, write_all
-from fleetdump.agent.protocol import CANCEL, DRAIN, PAUSE, AgentFailure
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import in_words, read_advice
 from fleetdump.agent.reporter import Reporter
+from fleetdump.agent.runmessages import CANCEL, DRAIN, PAUSE
 from fleetdump.agent.schedule import DEATHS_TO_REJECT, Sample, Schedule, backoff
 from fleetdump.agent.shardwriter import DISK_FULL
 from fleetdump.agent.share import Order, Share, ShareSpec

@@ -12,7 +12,7 @@ import time
 import traceback
 from typing import Any, BinaryIO, Dict, Iterator, NamedTuple
 
-from fleetdump.agent import audit, bundles, lease, protocol
+from fleetdump.agent import audit, bundles, hostmessages, lease, patchmessages, protocol, runmessages, servermessages
 from fleetdump.agent.context import AgentContext, ControllerGone, State
 from fleetdump.agent.lock import host_lock
 from fleetdump.agent.names import require_names
@@ -33,38 +33,38 @@ class Verb(NamedTuple):
 
 
 VERB_TABLE: Dict[str, Verb] = {
-    "probe": Verb(protocol.ProbeArgs, "probe:probe"),
-    "hold": Verb(protocol.HoldArgs, "lease:hold"),
-    "release": Verb(protocol.ReleaseArgs, "lease:release"),
-    "forecast": Verb(protocol.ForecastArgs, "forecast:forecast"),
-    "patch": Verb(protocol.PatchArgs, "patching:patch", mutates=True),
-    "revert": Verb(protocol.RevertArgs, "patching:revert", mutates=True),
-    "launch": Verb(protocol.LaunchArgs, "launch:launch", mutates=True),
-    "stop": Verb(protocol.StopArgs, "stop:stop", mutates=True, urgent=True),
-    "logs": Verb(protocol.LogsArgs, "status:logs"),
-    "status": Verb(protocol.StatusArgs, "status:status"),
-    "audit": Verb(protocol.AuditArgs, "audit:audit"),
-    "watch": Verb(protocol.WatchArgs, "watch:watch"),
-    "monitor": Verb(protocol.MonitorArgs, "monitor:monitor"),
-    "restart": Verb(protocol.RestartArgs, "restart:restart", mutates=True),
-    "unlock": Verb(protocol.UnlockArgs, "unlock:unlock"),
-    "settings": Verb(protocol.SettingsArgs, "settings:settings"),
-    "evidence": Verb(protocol.EvidenceArgs, "evidence:evidence"),
-    "tool": Verb(protocol.ToolArgs, "tools:tool"),
-    "selfcheck": Verb(protocol.SelfCheckArgs, "selfcheck:selfcheck"),
-    "burst": Verb(protocol.BurstArgs, "burst:burst"),
-    "preview": Verb(protocol.PreviewArgs, "preview:preview"),
-    "submit": Verb(protocol.SubmitArgs, "drive:submit", mutates=True),
-    "order": Verb(protocol.OrderArgs, "drive:order", mutates=True, urgent=True),
-    "withdraw": Verb(protocol.WithdrawArgs, "withdraw:withdraw"),
-    "held": Verb(protocol.HeldArgs, "withdraw:held"),
-    "follow": Verb(protocol.FollowArgs, "drive:follow"),
-    "manifest": Verb(protocol.ManifestArgs, "drive:manifest"),
-    "verify": Verb(protocol.VerifyArgs, "verify:verify"),
-    "shards": Verb(protocol.ShardsArgs, "shards:shards"),
-    "fetch": Verb(protocol.FetchArgs, "shards:fetch"),
-    "controller": Verb(protocol.ControllerArgs, "controlling:controller", mutates=True),
-    "clean": Verb(protocol.CleanArgs, "clean:clean", mutates=True),
+    "probe": Verb(hostmessages.ProbeArgs, "probe:probe"),
+    "hold": Verb(hostmessages.HoldArgs, "lease:hold"),
+    "release": Verb(hostmessages.ReleaseArgs, "lease:release"),
+    "forecast": Verb(servermessages.ForecastArgs, "forecast:forecast"),
+    "patch": Verb(patchmessages.PatchArgs, "patching:patch", mutates=True),
+    "revert": Verb(patchmessages.RevertArgs, "patching:revert", mutates=True),
+    "launch": Verb(servermessages.LaunchArgs, "launch:launch", mutates=True),
+    "stop": Verb(servermessages.StopArgs, "stop:stop", mutates=True, urgent=True),
+    "logs": Verb(servermessages.LogsArgs, "status:logs"),
+    "status": Verb(hostmessages.StatusArgs, "status:status"),
+    "audit": Verb(hostmessages.AuditArgs, "audit:audit"),
+    "watch": Verb(servermessages.WatchArgs, "watch:watch"),
+    "monitor": Verb(servermessages.MonitorArgs, "monitor:monitor"),
+    "restart": Verb(servermessages.RestartArgs, "restart:restart", mutates=True),
+    "unlock": Verb(hostmessages.UnlockArgs, "unlock:unlock"),
+    "settings": Verb(servermessages.SettingsArgs, "settings:settings"),
+    "evidence": Verb(servermessages.EvidenceArgs, "evidence:evidence"),
+    "tool": Verb(hostmessages.ToolArgs, "tools:tool"),
+    "selfcheck": Verb(runmessages.SelfCheckArgs, "selfcheck:selfcheck"),
+    "burst": Verb(runmessages.BurstArgs, "burst:burst"),
+    "preview": Verb(runmessages.PreviewArgs, "preview:preview"),
+    "submit": Verb(runmessages.SubmitArgs, "drive:submit", mutates=True),
+    "order": Verb(runmessages.OrderArgs, "drive:order", mutates=True, urgent=True),
+    "withdraw": Verb(runmessages.WithdrawArgs, "withdraw:withdraw"),
+    "held": Verb(runmessages.HeldArgs, "withdraw:held"),
+    "follow": Verb(runmessages.FollowArgs, "drive:follow"),
+    "manifest": Verb(runmessages.ManifestArgs, "drive:manifest"),
+    "verify": Verb(runmessages.VerifyArgs, "verify:verify"),
+    "shards": Verb(runmessages.ShardsArgs, "shards:shards"),
+    "fetch": Verb(runmessages.FetchArgs, "shards:fetch"),
+    "controller": Verb(hostmessages.ControllerArgs, "controlling:controller", mutates=True),
+    "clean": Verb(hostmessages.CleanArgs, "clean:clean", mutates=True),
 }
 
 

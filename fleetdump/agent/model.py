@@ -7,7 +7,8 @@ import json
 import os
 from typing import Any, Dict
 
-from fleetdump.agent.protocol import AgentFailure, ModelFacts
+from fleetdump.agent.hostmessages import ModelFacts
+from fleetdump.agent.protocol import AgentFailure
 
 UNKNOWN = "unknown"
 """What the config.json does not say."""

@@ -21,21 +21,14 @@ from fleetdump.agent.logfollow import LogFollower
 from fleetdump.agent.probes import cgroup
 from fleetdump.agent.procfs import ProcSample
 from fleetdump.agent.progress import ProgressTracker, Sample
-from fleetdump.agent.protocol import (
-    Fault,
-    HealthyProfile,
-    MonitorArgs,
-    MonitorResult,
-    Patience,
-    RunProgress,
-    TapStatus,
-    Vitals,
-    to_json,
-)
+from fleetdump.agent.protocol import to_json
 from fleetdump.agent.records import in_words
+from fleetdump.agent.runmessages import RunProgress, TapStatus
 from fleetdump.agent.scrub import scrub
 from fleetdump.agent.server import ServerRecord, boot_id, readable_records
+from fleetdump.agent.servermessages import Fault, HealthyProfile, MonitorArgs, MonitorResult, Vitals
 from fleetdump.agent.share import Share, runs_of, shares_of
+from fleetdump.agent.specs import Patience
 from fleetdump.agent.status import tail
 from fleetdump.agent.tapstatus import taps_of
 from fleetdump.agent.vitals import RunFacts

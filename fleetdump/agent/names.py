@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from fleetdump.agent.formats import SERVER_NAME, SHARE_NAME, is_run_name
-from fleetdump.agent.protocol import AgentFailure, ServerSpec
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.specs import ServerSpec
 
 SERVER_FIELDS = ("server", "servers", "share")
 """A share is named after its server, so that one rule holds for both."""

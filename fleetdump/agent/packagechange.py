@@ -10,7 +10,8 @@ from fleetdump.agent.context import AgentContext
 from fleetdump.agent.edit import release_within
 from fleetdump.agent.engine import EngineFacts
 from fleetdump.agent.package import Package
-from fleetdump.agent.protocol import AgentFailure, PackageChange, PatchSpec
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.specs import PackageChange, PatchSpec
 
 Contents = Dict[str, Optional[bytes]]
 

@@ -18,7 +18,8 @@ from fleetdump.agent.engine import EngineFacts
 from fleetdump.agent.jsonl import fsync_directory
 from fleetdump.agent.package import kept_bytes
 from fleetdump.agent.patchrecord import FOLDER, AddedFile, PatchedModule, PatchRecord
-from fleetdump.agent.protocol import AgentFailure, PatchSpec
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.specs import PatchSpec
 
 
 def prepare(site: Path, facts: EngineFacts, spec: PatchSpec, changes: Sequence[Change]) -> PatchRecord:

@@ -14,20 +14,11 @@ from fleetdump.agent.changes import Change
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.engine import EngineFacts
 from fleetdump.agent.package import Package
+from fleetdump.agent.patchmessages import PatchArgs, PatchResult, PatchState, RevertArgs, RevertResult
 from fleetdump.agent.patchrecord import FOLDER, PatchRecord
 from fleetdump.agent.patchsurvey import MARKER, Survey, edits_by_module, is_in, modules_of, survey_of, survey_unrecorded
-from fleetdump.agent.protocol import (
-    DELIVERIES,
-    AgentFailure,
-    Edit,
-    PatchArgs,
-    PatchResult,
-    PatchSpec,
-    PatchState,
-    RevertArgs,
-    RevertResult,
-    to_json,
-)
+from fleetdump.agent.protocol import AgentFailure, to_json
+from fleetdump.agent.specs import DELIVERIES, Edit, PatchSpec
 
 IN_PLACE, IMPORT_HOOK = DELIVERIES
 _RUN_EDIT = "import sys; sys.path.insert(0, sys.argv[1]); from fleetdump.agent.edit import main; main()"

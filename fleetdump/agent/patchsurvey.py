@@ -11,8 +11,9 @@ from typing import Dict, List, Optional
 from fleetdump.agent import patchrecord
 from fleetdump.agent.changes import show_diff
 from fleetdump.agent.engine import EngineFacts
+from fleetdump.agent.patchmessages import PatchState
 from fleetdump.agent.patchrecord import FOLDER, PatchedModule, PatchRecord
-from fleetdump.agent.protocol import Edit, PatchSpec, PatchState
+from fleetdump.agent.specs import Edit, PatchSpec
 
 MARKER = "fleetdump:"
 """Ends every line that an edit of ours has put in, before the patch's name."""

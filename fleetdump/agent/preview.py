@@ -14,16 +14,10 @@ from fleetdump.agent.driver import worker_environment
 from fleetdump.agent.formats import row_line
 from fleetdump.agent.generate import context_length
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import (
-    AgentFailure,
-    PreviewArgs,
-    PreviewReject,
-    PreviewResult,
-    SampleSpans,
-    ServerSpec,
-    from_json,
-)
+from fleetdump.agent.protocol import AgentFailure, from_json
+from fleetdump.agent.runmessages import PreviewArgs, PreviewReject, PreviewResult, SampleSpans
 from fleetdump.agent.server import load_record
+from fleetdump.agent.specs import ServerSpec
 
 MARGIN_SECONDS = 5.0
 TAIL_LINES = 8

@@ -20,9 +20,11 @@ from fleetdump.agent import (
 )
 from fleetdump.agent.context import AgentContext, machine_id
 from fleetdump.agent.findings import Checked
+from fleetdump.agent.hostmessages import ProbeArgs, ProbeResult
 from fleetdump.agent.probes.bounded import Probes
-from fleetdump.agent.protocol import Finding, ProbeArgs, ProbeResult, interpreters, models_of
+from fleetdump.agent.protocol import Finding
 from fleetdump.agent.server import server_states
+from fleetdump.agent.specs import interpreters, models_of
 
 WORDS = {
     "engine": "the server's interpreter",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Sequence
 
 from fleetdump.agent.procfs import TICKS_PER_SECOND, ProcSample
-from fleetdump.agent.protocol import Patience
+from fleetdump.agent.specs import Patience
 
 CONFIRM_SECONDS = 5.0
 """A stall is confirmed by a second sample at least this long after the one that first exceeded the patience."""

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Callable, List, Set
 
-from fleetdump.agent.protocol import CleanResult
+from fleetdump.agent.hostmessages import CleanResult
 
 
 class Removal:

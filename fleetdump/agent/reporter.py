@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Deque, Optional, Tuple
 
 from fleetdump.agent.commit import Committer
-from fleetdump.agent.protocol import RunProgress
+from fleetdump.agent.runmessages import RunProgress
 from fleetdump.agent.share import Share, ShareSpec
 
 log = logging.getLogger("fleetdump.driver")

@@ -23,10 +23,11 @@ from fleetdump.agent.launchplan import identity_of, inherited_environment, own_e
 from fleetdump.agent.neighbours import describe_port_owner
 from fleetdump.agent.patching import IMPORT_HOOK
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import AgentFailure, LaunchResult, RestartArgs, RestartResult, RunRestart
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import UNREADABLE, naming
 from fleetdump.agent.scrub import HIDDEN, scrub_argv
 from fleetdump.agent.server import ServerRecord, boot_id, living, load_record, server_state
+from fleetdump.agent.servermessages import LaunchResult, RestartArgs, RestartResult, RunRestart
 from fleetdump.agent.share import note_restart
 from fleetdump.agent.stop import end_server
 

@@ -26,7 +26,8 @@ from fleetdump.agent.gate import capture_mismatch
 from fleetdump.agent.generate import Headers, Reply, context_length, post, server_info
 from fleetdump.agent.model import vocabulary_size
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import AgentFailure, SelfCheckArgs, SelfCheckResult, from_json, to_json
+from fleetdump.agent.protocol import AgentFailure, from_json, to_json
+from fleetdump.agent.runmessages import SelfCheckArgs, SelfCheckResult
 from fleetdump.agent.selfcheck_capture import CheckCapture
 from fleetdump.agent.selfcheck_causes import causes_of, judge
 from fleetdump.agent.selfcheck_facts import CapturedPrompt, Facts, Measured, MeasureJob, PromptFate, RankCopy

@@ -12,8 +12,10 @@ from fleetdump.agent import procfs
 from fleetdump.agent.context import State
 from fleetdump.agent.jsonl import write_json
 from fleetdump.agent.procfs import ProcSample, is_alive
-from fleetdump.agent.protocol import AgentFailure, Expectation, ServerState
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import broken, in_words, naming, read_record
+from fleetdump.agent.servermessages import ServerState
+from fleetdump.agent.specs import Expectation
 
 PASSED = "passed"
 
@@ -28,8 +30,8 @@ class ServerRecord:
     same identity is the same server. ``boot`` is the kernel's boot id: start times count from boot.
     ``selfcheck`` is empty before one ran, ``passed``, or why the last one failed. ``expectations`` is what the patch
     wants the server to say of itself, ``settings`` how that went: empty before, ``passed``, or what is not so.
-    ``import_env`` are the values of ``protocol.IMPORT_VARIABLES`` in its environment, for workers of this server;
-    ``delivery`` is how its patch came in (``protocol.DELIVERIES``). ``ranks`` are its schedulers; ``kind`` is the key
+    ``import_env`` are the values of ``specs.IMPORT_VARIABLES`` in its environment, for workers of this server;
+    ``delivery`` is how its patch came in (``specs.DELIVERIES``). ``ranks`` are its schedulers; ``kind`` is the key
     of starts like this one in ``healthy.jsonl``, empty until a watch has seen it; ``held_by`` says how it survives a
     logout (``logind.Shelter``)."""
 

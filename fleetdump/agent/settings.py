@@ -8,8 +8,9 @@ from fleetdump.agent import flagrules
 from fleetdump.agent.access import authorization
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.generate import server_info
-from fleetdump.agent.protocol import AgentFailure, SettingsArgs, SettingsResult
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.server import PASSED, ServerRecord, load_record, save_record
+from fleetdump.agent.servermessages import SettingsArgs, SettingsResult
 
 LOG_LIMIT = 64 << 20
 """Bytes of the log's beginning that are searched: the start, and the first batches."""

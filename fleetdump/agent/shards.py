@@ -28,14 +28,8 @@ from fleetdump.agent.formats import (
     Writer,
 )
 from fleetdump.agent.jsonl import decode_record, open_journal, read_journal
-from fleetdump.agent.protocol import (
-    AgentFailure,
-    FetchArgs,
-    FetchResult,
-    ShardInfo,
-    ShardsArgs,
-    ShardsResult,
-)
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.runmessages import FetchArgs, FetchResult, ShardInfo, ShardsArgs, ShardsResult
 from fleetdump.agent.shardcheck import Fault, fault_of, plain_file
 from fleetdump.agent.shardwriter import DISK_FULL, closed_name, finish_part, journal_closed
 from fleetdump.agent.share import Share, shares_of

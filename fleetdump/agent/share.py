@@ -25,9 +25,11 @@ from fleetdump.agent.formats import (
 )
 from fleetdump.agent.jsonl import append_lines, decode_record, open_lines, read_lines, write_json
 from fleetdump.agent.procfs import is_alive, start_time
-from fleetdump.agent.protocol import CANCEL, DRAIN, FINISHED, PAUSE, TOO_LONG, AgentFailure, CaptureSpec, RunProgress
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import NOT_WRITABLE, broken, in_words, naming, read_advice, read_record
+from fleetdump.agent.runmessages import CANCEL, DRAIN, FINISHED, PAUSE, TOO_LONG, RunProgress
 from fleetdump.agent.schedule import Sample
+from fleetdump.agent.specs import CaptureSpec
 
 STOP_SECONDS = 5.0
 RESTARTS = "restarts.jsonl"

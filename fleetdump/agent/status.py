@@ -13,21 +13,16 @@ from fleetdump.agent import patching
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.controlling import controllers_of
 from fleetdump.agent.guard import Guard, Stuck
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
 from fleetdump.agent.logfilter import LineFilter
-from fleetdump.agent.protocol import (
-    PHASES,
-    AgentFailure,
-    Interpreter,
-    LogsArgs,
-    LogsResult,
-    PatchState,
-    RunProgress,
-    StatusArgs,
-    StatusResult,
-)
+from fleetdump.agent.patchmessages import PatchState
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.runmessages import RunProgress
 from fleetdump.agent.scrub import scrub
 from fleetdump.agent.server import readable_records, server_states
+from fleetdump.agent.servermessages import LogsArgs, LogsResult
 from fleetdump.agent.share import runs_of, shares_of
+from fleetdump.agent.specs import PHASES, Interpreter
 from fleetdump.agent.tapstatus import taps_of
 
 BLOCK = 1 << 20

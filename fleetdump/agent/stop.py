@@ -13,9 +13,10 @@ from typing import List, Optional, Tuple
 from fleetdump.agent import gpumemory, procfs
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.procfs import ProcSample
-from fleetdump.agent.protocol import AgentFailure, StopArgs, StopResult
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import NOT_WRITABLE
 from fleetdump.agent.server import ServerRecord, living, load_record, readable_records, save_record
+from fleetdump.agent.servermessages import StopArgs, StopResult
 from fleetdump.agent.share import runs_of, shares_of
 
 POLL = 0.1

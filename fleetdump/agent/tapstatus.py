@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import List, Sequence
 
 from fleetdump.agent.context import State
-from fleetdump.agent.protocol import ProtocolError, TapStatus, from_json
+from fleetdump.agent.protocol import ProtocolError, from_json
+from fleetdump.agent.runmessages import TapStatus
 
 FRESH_SECONDS = 5.0
 """An older status says nothing of the present: its writer is dead, or its disk stands still with everything else."""

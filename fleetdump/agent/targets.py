@@ -11,10 +11,11 @@ from fleetdump.agent.arguments import option_value
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.evidence_types import Target
 from fleetdump.agent.procfs import ProcSample
-from fleetdump.agent.protocol import AgentFailure, EvidenceArgs
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import in_words
 from fleetdump.agent.scrub import scrub_argv
 from fleetdump.agent.server import ServerRecord, load_record, readable_records, server_states
+from fleetdump.agent.servermessages import EvidenceArgs
 
 DEFAULT_PORT = 30000
 """SGLang's own."""

@@ -10,7 +10,8 @@ import zlib
 from pathlib import Path
 
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.protocol import AgentFailure, ToolArgs, ToolResult
+from fleetdump.agent.hostmessages import ToolArgs, ToolResult
+from fleetdump.agent.protocol import AgentFailure
 
 TOOL_BYTES = 64 << 20
 _NAME = re.compile(r"[a-z][a-z0-9-]*")

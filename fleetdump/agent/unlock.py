@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fleetdump.agent import audit, lease
 from fleetdump.agent.context import AgentContext
+from fleetdump.agent.hostmessages import UnlockArgs, UnlockResult
 from fleetdump.agent.lock import GUARD, damage, in_words, is_held, read_holder, takeover_guard
-from fleetdump.agent.protocol import UnlockArgs, UnlockResult
 from fleetdump.agent.records import naming
 
 

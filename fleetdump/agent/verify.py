@@ -11,8 +11,9 @@ from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.formats import PART_SUFFIX, FileName, FormatError, ManifestLine, PieceRecord
 from fleetdump.agent.jsonl import decode_line, decode_record, writer_lives
-from fleetdump.agent.protocol import AgentFailure, RunVerification, VerifyArgs, VerifyResult
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import in_words
+from fleetdump.agent.runmessages import RunVerification, VerifyArgs, VerifyResult
 from fleetdump.agent.shardcheck import Fault, JournalIndex, verify_part, verify_shard
 from fleetdump.agent.shards import close_dead, note_needed
 from fleetdump.agent.share import Share, ShareSpec, runs_of, shares_of

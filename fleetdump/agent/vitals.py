@@ -7,7 +7,8 @@ from typing import List, Optional
 
 from fleetdump.agent.logmarks import LogMarks
 from fleetdump.agent.progress import Assessment
-from fleetdump.agent.protocol import FAULTS, Fault, HealthyProfile, RunProgress, TapStatus
+from fleetdump.agent.runmessages import RunProgress, TapStatus
+from fleetdump.agent.servermessages import FAULTS, Fault, HealthyProfile
 
 DISK_FULL_BYTES = 64 << 20
 DISK_FILLING_SECONDS = 3600.0

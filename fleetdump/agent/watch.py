@@ -27,9 +27,10 @@ from fleetdump.agent.logmarks import LogMarks
 from fleetdump.agent.probes import gpu, net
 from fleetdump.agent.probes.bounded import ProbeFailed
 from fleetdump.agent.progress import Assessment, ProgressTracker, Sample
-from fleetdump.agent.protocol import AgentFailure, HealthyProfile, WatchArgs, WatchResult
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.scrub import scrub
 from fleetdump.agent.server import ServerRecord, load_record, save_record
+from fleetdump.agent.servermessages import HealthyProfile, WatchArgs, WatchResult
 from fleetdump.agent.vitals import death
 
 SETTLE_SECONDS = 2.0

@@ -15,7 +15,8 @@ from typing import List, Sequence, Set, Tuple
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import WithdrawnLine
 from fleetdump.agent.jsonl import append_lines, open_lines, read_lines, write_json
-from fleetdump.agent.protocol import CANCEL, PAUSE, AgentFailure, HeldArgs, HeldResult, WithdrawArgs, WithdrawResult
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.runmessages import CANCEL, PAUSE, HeldArgs, HeldResult, WithdrawArgs, WithdrawResult
 from fleetdump.agent.share import Share, ShareSpec, valid_names
 
 ANSWER_SECONDS = 30.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fleetdump.agent.protocol import StatusArgs, StatusResult
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
 from fleetdump.cli._fleet import FleetOptions
 from fleetdump.cli._preflight import ask
 from fleetdump.dataset.intake import DataSet

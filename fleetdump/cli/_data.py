@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from fleetdump.agent.protocol import TOO_LONG
+from fleetdump.agent.runmessages import TOO_LONG
 from fleetdump.dataset.intake import MAX_REJECTS, DataSet, take_in
 from fleetdump.dataset.rows import numbered_rows
 from fleetdump.tasks.plan import Limits

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fleetdump.agent.protocol import FINISHED, RunProgress
+from fleetdump.agent.runmessages import FINISHED, RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb
 from fleetdump.cli.runcontrol import code_of, show_shares
 from fleetdump.dataset.intake import DataSet

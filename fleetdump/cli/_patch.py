@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from fleetdump.agent.protocol import PatchSpec
+from fleetdump.agent.specs import PatchSpec
 from fleetdump.patches import find_patch, load_patch
 from fleetdump.tasks.deployplan import Delivery
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fleetdump.agent.protocol import PreviewResult, ProbeResult
+from fleetdump.agent.hostmessages import ProbeResult
+from fleetdump.agent.runmessages import PreviewResult
 from fleetdump.cli._fleet import FleetOptions
 from fleetdump.dataset.intake import DataSet
 from fleetdump.errors import FleetdumpError

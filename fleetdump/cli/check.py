@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from fleetdump.agent.protocol import ProbeResult
+from fleetdump.agent.hostmessages import ProbeResult
 from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, run
 from fleetdump.cli._patch import PatchChoice, patch_options
 from fleetdump.dataset.rows import read_rows

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from fleetdump.agent.protocol import CleanResult
+from fleetdump.agent.hostmessages import CleanResult
 from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, lock_wait_option, run
 from fleetdump.tasks.clean import CleanPlan
 from fleetdump.tasks.clean import clean as clean_on

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import click
 
-from fleetdump.agent.protocol import PatchSpec
+from fleetdump.agent.specs import PatchSpec
 from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, lock_wait_option, run
 from fleetdump.cli._patch import PatchChoice, patch_options
 from fleetdump.errors import ExitCode

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import click
 
-from fleetdump.agent.protocol import PHASES, LogsResult
+from fleetdump.agent.servermessages import LogsResult
+from fleetdump.agent.specs import PHASES
 from fleetdump.cli._fleet import FleetOptions, ServerName, Verb, fleet_options, run
 from fleetdump.fleet.fanout import MAX_THREADS
 from fleetdump.tasks.server import FOLLOW_LIMIT, LogView

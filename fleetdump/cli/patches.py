@@ -7,7 +7,9 @@ from typing import get_args
 
 import click
 
-from fleetdump.agent.protocol import PatchResult, ServerSpec, to_json
+from fleetdump.agent.patchmessages import PatchResult
+from fleetdump.agent.protocol import to_json
+from fleetdump.agent.specs import ServerSpec
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, run
 from fleetdump.errors import UsageError
 from fleetdump.fleet import Host, fan_out

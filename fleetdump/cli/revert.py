@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fleetdump.agent.protocol import RevertResult
+from fleetdump.agent.patchmessages import RevertResult
 from fleetdump.cli._fleet import FleetOptions, Verb, event_printer, fleet_options, lock_wait_option, run
 from fleetdump.tasks.revert import revert as revert_on
 from fleetdump.views.console import count, out

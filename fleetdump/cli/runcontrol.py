@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import click
 
-from fleetdump.agent.protocol import CANCEL, DRAIN, FINISHED, RunProgress
+from fleetdump.agent.runmessages import CANCEL, DRAIN, FINISHED, RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
 from fleetdump.cli._interrupt import interruptible
 from fleetdump.errors import ExitCode, UsageError

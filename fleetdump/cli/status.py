@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fleetdump.agent.protocol import StatusResult
+from fleetdump.agent.hostmessages import StatusResult
 from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, run
 from fleetdump.errors import ExitCode
 from fleetdump.tasks.server import status as status_of

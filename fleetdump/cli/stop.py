@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fleetdump.agent.protocol import StopResult
+from fleetdump.agent.servermessages import StopResult
 from fleetdump.cli._fleet import FleetOptions, ServerName, Verb, event_printer, fleet_options, lock_wait_option, run
 from fleetdump.tasks.server import stop as stop_on
 from fleetdump.views.console import out, size

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from fleetdump.agent.protocol import VerifyResult
+from fleetdump.agent.runmessages import VerifyResult
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, event_printer, fleet_options
 from fleetdump.cli._interrupt import interruptible
 from fleetdump.errors import ExitCode, UsageError

@@ -7,7 +7,7 @@ from functools import partial
 
 import click
 
-from fleetdump.agent.protocol import MonitorResult
+from fleetdump.agent.servermessages import MonitorResult
 from fleetdump.cli._fleet import FleetOptions, Seconds, ServerName, Verb, fleet_options, run
 from fleetdump.fleet.fanout import MAX_THREADS
 from fleetdump.tasks.fleetstarts import FleetStarts, own_file

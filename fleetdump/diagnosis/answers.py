@@ -8,7 +8,7 @@ from functools import cached_property
 
 from fleetdump.agent.evidence_engine import HttpProbe
 from fleetdump.agent.evidence_types import Evidence
-from fleetdump.agent.protocol import PHASES
+from fleetdump.agent.specs import PHASES
 from fleetdump.diagnosis import vllm
 from fleetdump.diagnosis.words import asked
 

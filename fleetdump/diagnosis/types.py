@@ -18,7 +18,7 @@ OK, WAIT, STALL = "ok", "wait", "stall"
 
 @dataclass
 class Verdict:
-    """One named cause. ``phase`` is one of ``protocol.PHASES`` (or empty), ``rank`` a tensor-parallel rank or None.
+    """One named cause. ``phase`` is one of ``specs.PHASES`` (or empty), ``rank`` a tensor-parallel rank or None.
 
     ``evidence`` are the facts that support it, ``ruled_out`` what the same facts exclude, ``next_steps`` what to do.
     """

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fleetdump.agent.protocol import HoldArgs, HoldResult, ReleaseArgs, ReleaseResult
+from fleetdump.agent.hostmessages import HoldArgs, HoldResult, ReleaseArgs, ReleaseResult
 from fleetdump.errors import FleetdumpError
 from fleetdump.fleet.host import Host
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fleetdump.agent.protocol import CaptureSpec, Patience, ServerSpec
+from fleetdump.agent.specs import CaptureSpec, Patience, ServerSpec
 from fleetdump.errors import UsageError
 from fleetdump.suggest import did_you_mean
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from fleetdump.agent.protocol import ServerSpec
+from fleetdump.agent.specs import ServerSpec
 from fleetdump.inventory.config import HostConfig
 
 _OWN = ("name", "servers", "capture", "patience", "groups")

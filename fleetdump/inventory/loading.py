@@ -11,7 +11,7 @@ from typing import Any
 
 from yaml.nodes import MappingNode, Node
 
-from fleetdump.agent.protocol import Patience, ServerSpec
+from fleetdump.agent.specs import Patience, ServerSpec
 from fleetdump.errors import UsageError
 from fleetdump.hostpatterns import MAX_HOSTS, PatternError, expand, has_glob, is_address, matches, split_selection
 from fleetdump.inventory.config import CaptureConfig, HostConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from yaml.nodes import Node
 
-from fleetdump.agent.protocol import FSYNC, PHASES
+from fleetdump.agent.specs import FSYNC, PHASES
 from fleetdump.hostpatterns import Destination, PatternError, is_address, is_user_name
 from fleetdump.inventory.config import MOST_STARTS
 from fleetdump.inventory.servers import bounded, interpreter, parse_servers

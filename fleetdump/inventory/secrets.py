@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from fleetdump.agent.arguments import is_secret_option
-from fleetdump.agent.protocol import ServerSpec
+from fleetdump.agent.specs import ServerSpec
 from fleetdump.errors import UsageError
 
 _MAX_SECRET_BYTES = 64 << 10

@@ -12,7 +12,7 @@ from yaml.nodes import Node
 
 from fleetdump.agent.arguments import is_secret_option, own_option
 from fleetdump.agent.formats import SERVER_NAME
-from fleetdump.agent.protocol import ServerSpec
+from fleetdump.agent.specs import ServerSpec
 from fleetdump.hostpatterns import is_address
 from fleetdump.inventory.secrets import is_reference, is_secret_name
 from fleetdump.yamlmarks import Parser, Reader, Schema, Wrong, line_of

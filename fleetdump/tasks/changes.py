@@ -5,19 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetdump.agent.protocol import (
-    ForecastArgs,
-    ForecastResult,
-    Interpreter,
-    LaunchArgs,
-    LaunchForecast,
-    PatchArgs,
-    PatchResult,
-    ServerSpec,
-    ServerState,
-    interpreters,
-    models_of,
-)
+from fleetdump.agent.patchmessages import PatchArgs, PatchResult
+from fleetdump.agent.servermessages import ForecastArgs, ForecastResult, LaunchArgs, LaunchForecast, ServerState
+from fleetdump.agent.specs import Interpreter, ServerSpec, interpreters, models_of
 from fleetdump.fleet import Host
 from fleetdump.inventory import resolve_secrets
 from fleetdump.tasks.deployplan import DeployPlan

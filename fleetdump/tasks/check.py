@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fleetdump.agent.protocol import Finding, PatchSpec, ProbeArgs, ProbeResult
+from fleetdump.agent.hostmessages import ProbeArgs, ProbeResult
+from fleetdump.agent.protocol import Finding
+from fleetdump.agent.specs import PatchSpec
 from fleetdump.fleet import Host
 from fleetdump.inventory import HostConfig, resolve_secrets
 from fleetdump.tasks._task import task

@@ -5,14 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetdump.agent.protocol import (
-    CleanArgs,
-    CleanResult,
-    CollectedShare,
-    StatusArgs,
-    StatusResult,
-    interpreters,
-)
+from fleetdump.agent.hostmessages import CleanArgs, CleanResult, StatusArgs, StatusResult
+from fleetdump.agent.runmessages import CollectedShare
+from fleetdump.agent.specs import interpreters
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger
 from fleetdump.tasks._task import task

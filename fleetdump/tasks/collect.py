@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fleetdump.agent.protocol import ManifestArgs, ManifestResult, StatusArgs, StatusResult
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
+from fleetdump.agent.runmessages import ManifestArgs, ManifestResult
 from fleetdump.dataset.lines import LineFault, Source, check_line, check_reject
 from fleetdump.errors import HostError
 from fleetdump.fleet import Host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleetdump.agent.protocol import OrderArgs, OrderResult, RunProgress
+from fleetdump.agent.runmessages import OrderArgs, OrderResult, RunProgress
 from fleetdump.errors import HostError
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import fleetdump
-from fleetdump.agent.protocol import ControllerArgs, ControllerResult, StatusArgs, StatusResult
+from fleetdump.agent.hostmessages import ControllerArgs, ControllerResult, StatusArgs, StatusResult
 from fleetdump.dataset.intake import DataSet
 from fleetdump.errors import HostError, LockedError, UsageError
 from fleetdump.fleet import Host

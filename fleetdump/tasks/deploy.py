@@ -11,19 +11,10 @@ import functools
 import math
 from collections.abc import Callable
 
-from fleetdump.agent.protocol import (
-    Interpreter,
-    LaunchForecast,
-    LaunchResult,
-    PatchResult,
-    ProbeResult,
-    RevertArgs,
-    RevertResult,
-    ServerSpec,
-    StopArgs,
-    StopResult,
-    interpreters,
-)
+from fleetdump.agent.hostmessages import ProbeResult
+from fleetdump.agent.patchmessages import PatchResult, RevertArgs, RevertResult
+from fleetdump.agent.servermessages import LaunchForecast, LaunchResult, StopArgs, StopResult
+from fleetdump.agent.specs import Interpreter, ServerSpec, interpreters
 from fleetdump.errors import HostError, UsageError
 from fleetdump.fleet import Host
 from fleetdump.fleet.lease import held

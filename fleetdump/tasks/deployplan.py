@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fleetdump.agent.protocol import HealthyProfile, PatchSpec, SelfCheckResult
+from fleetdump.agent.runmessages import SelfCheckResult
+from fleetdump.agent.servermessages import HealthyProfile
+from fleetdump.agent.specs import PatchSpec
 from fleetdump.diagnosis import Verdict
 from fleetdump.errors import ExitCode
 from fleetdump.tasks.fleetstarts import FleetStarts

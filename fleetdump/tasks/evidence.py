@@ -6,7 +6,8 @@ import base64
 import zlib
 from collections.abc import Iterator
 
-from fleetdump.agent.protocol import EvidenceArgs, EvidenceResult, ToolArgs, ToolResult
+from fleetdump.agent.hostmessages import ToolArgs, ToolResult
+from fleetdump.agent.servermessages import EvidenceArgs, EvidenceResult
 from fleetdump.errors import FleetdumpError
 from fleetdump.fleet import Host
 from fleetdump.fleet.pyspy import Program, PySpyMissing, py_spy

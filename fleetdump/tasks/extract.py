@@ -13,17 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetdump.agent.formats import SELFCHECK_PREFIX, is_run_name, is_share, server_of
-from fleetdump.agent.protocol import (
-    FollowArgs,
-    FollowResult,
-    ProbeArgs,
-    ProbeResult,
-    RunProgress,
-    StatusArgs,
-    StatusResult,
-    SubmitArgs,
-    from_json,
-)
+from fleetdump.agent.hostmessages import ProbeArgs, ProbeResult, StatusArgs, StatusResult
+from fleetdump.agent.protocol import from_json
+from fleetdump.agent.runmessages import FollowArgs, FollowResult, RunProgress, SubmitArgs
 from fleetdump.dataset.intake import DataSet, Lines
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.errors import HostError, UsageError

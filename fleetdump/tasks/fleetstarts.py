@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleetdump.agent.jsonl import write_json
-from fleetdump.agent.protocol import HealthyProfile, ProtocolError, WatchResult, from_json, merged_profile
+from fleetdump.agent.protocol import ProtocolError, from_json
+from fleetdump.agent.servermessages import HealthyProfile, WatchResult, merged_profile
 
 MOST_HOSTS = 1000
 """Of which the file keeps what they know; those that were seen last."""

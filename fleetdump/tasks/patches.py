@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fleetdump.agent.protocol import PatchArgs, PatchResult, PatchSpec, interpreters, models_of
+from fleetdump.agent.patchmessages import PatchArgs, PatchResult
+from fleetdump.agent.specs import PatchSpec, interpreters, models_of
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task
 from fleetdump.tasks.deploy import PATCH_DEADLINE

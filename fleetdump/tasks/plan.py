@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fleetdump.agent.protocol import TOO_LONG, BurstArgs, BurstResult, PreviewArgs, PreviewResult, ProbeResult
+from fleetdump.agent.hostmessages import ProbeResult
+from fleetdump.agent.runmessages import TOO_LONG, BurstArgs, BurstResult, PreviewArgs, PreviewResult
 from fleetdump.dataset.intake import DataSet, Taken
 from fleetdump.errors import HostError, UsageError
 from fleetdump.fleet import Host

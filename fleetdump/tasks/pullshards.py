@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from fleetdump.agent.formats import FormatError, ManifestLine
 from fleetdump.agent.jsonl import fsync_directory
-from fleetdump.agent.protocol import FetchArgs, FetchResult, ShardInfo, ShardsArgs, ShardsResult
+from fleetdump.agent.runmessages import FetchArgs, FetchResult, ShardInfo, ShardsArgs, ShardsResult
 from fleetdump.agent.tensorfile import crc32, file_sha256
 from fleetdump.dataset.lines import LineFault, Source, check_line
 from fleetdump.dataset.shards import ShardReader, verify_samples

@@ -21,16 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fleetdump.agent.formats import server_of
-from fleetdump.agent.protocol import (
-    CANCEL,
-    DRAIN,
-    FINISHED,
-    RunProgress,
-    StatusArgs,
-    StatusResult,
-    WithdrawArgs,
-    WithdrawResult,
-)
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
+from fleetdump.agent.runmessages import CANCEL, DRAIN, FINISHED, RunProgress, WithdrawArgs, WithdrawResult
 from fleetdump.errors import HostError, UnreachableError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger

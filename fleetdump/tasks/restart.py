@@ -8,20 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleetdump.agent.evidence_types import Evidence
-from fleetdump.agent.protocol import (
-    CaptureSpec,
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
+from fleetdump.agent.protocol import from_json
+from fleetdump.agent.servermessages import (
     RestartArgs,
     RestartResult,
     RunRestart,
-    ServerSpec,
     SettingsArgs,
     SettingsResult,
-    StatusArgs,
-    StatusResult,
     WatchArgs,
     WatchResult,
-    from_json,
 )
+from fleetdump.agent.specs import CaptureSpec, ServerSpec
 from fleetdump.diagnosis import Verdict, diagnose
 from fleetdump.errors import ExitCode, HostError, UsageError
 from fleetdump.fleet import Host

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fleetdump.agent.protocol import RevertResult, StatusArgs, StatusResult
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
+from fleetdump.agent.patchmessages import RevertResult
 from fleetdump.errors import HostError
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task

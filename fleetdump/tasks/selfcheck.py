@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from fleetdump.agent.protocol import SelfCheckArgs, SelfCheckResult
+from fleetdump.agent.runmessages import SelfCheckArgs, SelfCheckResult
 from fleetdump.errors import ExitCode, HostError
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task

@@ -7,18 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleetdump.agent.evidence_types import Evidence
-from fleetdump.agent.protocol import (
-    AuditArgs,
-    AuditResult,
-    EvidenceArgs,
-    LogsArgs,
-    LogsResult,
-    StatusArgs,
-    StatusResult,
-    StopResult,
-    from_json,
-    to_json,
-)
+from fleetdump.agent.hostmessages import AuditArgs, AuditResult, StatusArgs, StatusResult
+from fleetdump.agent.protocol import from_json, to_json
+from fleetdump.agent.servermessages import EvidenceArgs, LogsArgs, LogsResult, StopResult
 from fleetdump.diagnosis import Verdict, anonymise, diagnose
 from fleetdump.errors import UsageError
 from fleetdump.fleet import Host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fleetdump.agent.protocol import StatusArgs, StatusResult
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
 from fleetdump.fleet import Host
 
 

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fleetdump.agent.evidence_types import Evidence
-from fleetdump.agent.protocol import (
+from fleetdump.agent.protocol import from_json
+from fleetdump.agent.servermessages import (
     EvidenceArgs,
     LaunchResult,
     SettingsArgs,
     SettingsResult,
     WatchArgs,
     WatchResult,
-    from_json,
 )
 from fleetdump.diagnosis import diagnose
 from fleetdump.errors import FleetdumpError, HostError

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleetdump.agent.formats import server_of
-from fleetdump.agent.protocol import RunProgress, RunRestart, StatusArgs, StatusResult
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
+from fleetdump.agent.runmessages import RunProgress
+from fleetdump.agent.servermessages import RunRestart
 from fleetdump.diagnosis import Verdict
 from fleetdump.errors import FleetdumpError, LockedError, UnreachableError
 from fleetdump.fleet import Host

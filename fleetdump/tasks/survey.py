@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fleetdump.agent.formats import server_of
-from fleetdump.agent.protocol import CANCEL, HeldArgs, HeldResult, RunProgress, StatusArgs, StatusResult
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
+from fleetdump.agent.runmessages import CANCEL, HeldArgs, HeldResult, RunProgress
 from fleetdump.errors import UsageError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger

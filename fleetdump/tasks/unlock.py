@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetdump.agent.protocol import UnlockArgs, UnlockResult
+from fleetdump.agent.hostmessages import UnlockArgs, UnlockResult
 from fleetdump.errors import ExitCode
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fleetdump.agent.protocol import VerifyArgs, VerifyResult
+from fleetdump.agent.runmessages import VerifyArgs, VerifyResult
 from fleetdump.errors import HostError
 from fleetdump.fleet import Host
 from fleetdump.tasks._task import task

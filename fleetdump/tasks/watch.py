@@ -12,7 +12,8 @@ from typing import Any
 
 import tenacity
 
-from fleetdump.agent.protocol import HealthyProfile, MonitorArgs, MonitorResult, Vitals, from_json, merged_profile
+from fleetdump.agent.protocol import from_json
+from fleetdump.agent.servermessages import HealthyProfile, MonitorArgs, MonitorResult, Vitals, merged_profile
 from fleetdump.errors import ExitCode
 from fleetdump.fleet import Host
 from fleetdump.fleet.reasons import may_pass

@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from fleetdump.agent.protocol import Finding, ProbeResult
+from fleetdump.agent.hostmessages import ProbeResult
+from fleetdump.agent.protocol import Finding
 from fleetdump.hostpatterns import compress
 from fleetdump.views.console import count, out, quoted
 

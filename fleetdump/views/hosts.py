@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from fleetdump.agent.protocol import AuditResult, VerifyResult
+from fleetdump.agent.hostmessages import AuditResult
+from fleetdump.agent.runmessages import VerifyResult
 from fleetdump.diagnosis import Verdict
 from fleetdump.hostpatterns import compress
 from fleetdump.tasks.deployplan import DeployReport, ServerReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fleetdump.agent.protocol import UnlockResult
+from fleetdump.agent.hostmessages import UnlockResult
 from fleetdump.views.console import duration, out, quoted
 
 SHOWN_SECONDS = 10 * 365 * 86400.0

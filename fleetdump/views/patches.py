@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fleetdump.agent import unidiff
-from fleetdump.agent.protocol import Edit, PackageChange, PatchResult, PatchSpec
+from fleetdump.agent.patchmessages import PatchResult
+from fleetdump.agent.specs import Edit, PackageChange, PatchSpec
 from fleetdump.views.console import out, quoted
 
 _FILES_SHOWN = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from fleetdump.agent.protocol import PreviewResult
+from fleetdump.agent.runmessages import PreviewResult
 from fleetdump.tasks.plan import Bucket, Estimate, HostNeed
 from fleetdump.views.console import duration, err, out, quoted, size
 

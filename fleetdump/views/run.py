@@ -13,7 +13,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from fleetdump.agent.protocol import FINISHED, RunProgress, to_json
+from fleetdump.agent.protocol import to_json
+from fleetdump.agent.runmessages import FINISHED, RunProgress
 from fleetdump.views.console import count, duration, err, out, quoted, size, visible
 
 TOLD_SECONDS = 5.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fleetdump.agent.protocol import ServerState, StatusResult, TapStatus
+from fleetdump.agent.hostmessages import StatusResult
+from fleetdump.agent.runmessages import TapStatus
+from fleetdump.agent.servermessages import ServerState
 from fleetdump.views.console import duration, out, quoted, size
 
 COLUMNS = ("server", "state", "phase", "up", "patch", "capture", "queue", "disk left", "errors")

@@ -9,7 +9,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from fleetdump.agent.protocol import Fault, Vitals, to_json
+from fleetdump.agent.protocol import to_json
+from fleetdump.agent.servermessages import Fault, Vitals
 from fleetdump.hostpatterns import compress
 from fleetdump.tasks.watch import load_rates, slow_loaders, usual
 from fleetdump.views.console import duration, err, out, quoted, size, visible

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from fleetdump.agent.formats import Row
-from fleetdump.agent.protocol import TOO_LONG, ProtocolError, SampleSpans, from_json, to_json
+from fleetdump.agent.protocol import ProtocolError, from_json, to_json
+from fleetdump.agent.runmessages import TOO_LONG, SampleSpans
 from fleetdump.worker.rowencoder import UNLIMITED, Encoded, RejectRow, RowEncoder
 
 SAMPLES_SHOWN = 3
@@ -32,8 +33,8 @@ PROGRESS_ROWS = 200
 @dataclass
 class TokeniseJob:
     """What to do. ``max_tokens`` 0 means no limit of the user's; ``context_length`` 0 means that the server did not say
-    and the model's own ``max_position_embeddings`` counts. ``too_long``: one of ``protocol.TOO_LONG``, what becomes of
-    a longer sample."""
+    and the model's own ``max_position_embeddings`` counts. ``too_long``: one of ``runmessages.TOO_LONG``, what
+    becomes of a longer sample."""
 
     model_path: str
     rows: str

@@ -25,7 +25,7 @@ from fleetdump.agent.evidence_types import (
     WatchFacts,
 )
 from fleetdump.agent.probes.stacks import group
-from fleetdump.agent.protocol import HealthyProfile
+from fleetdump.agent.servermessages import HealthyProfile
 
 LAUNCHER, FIRST_RANK = 100, 200
 PIPE = 9000

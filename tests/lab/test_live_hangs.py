@@ -25,7 +25,7 @@ from hosts import Lab, LabHost, wait_for
 from fleetdump.agent import procfs
 from fleetdump.agent.evidence_types import Target as EvidenceTarget
 from fleetdump.agent.probes import net
-from fleetdump.agent.protocol import Patience
+from fleetdump.agent.specs import Patience
 from fleetdump.diagnosis import STALL, Verdict
 from fleetdump.fleet import ConnectOptions, connect
 from fleetdump.fleet.pyspy import Program, PySpyMissing, py_spy

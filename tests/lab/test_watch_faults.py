@@ -27,8 +27,10 @@ from fleetdump.agent.bootstrap import state_root
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.evidence_types import Evidence
-from fleetdump.agent.protocol import PHASES, Patience, Request, WatchArgs, WatchResult, from_json
+from fleetdump.agent.protocol import Request, from_json
 from fleetdump.agent.server import ServerRecord, boot_id, save_record
+from fleetdump.agent.servermessages import WatchArgs, WatchResult
+from fleetdump.agent.specs import PHASES, Patience
 from fleetdump.agent.watch import watch
 from fleetdump.diagnosis import diagnose
 

@@ -25,8 +25,10 @@ from fleetdump.agent.flagrules import patch_arguments
 from fleetdump.agent.formats import PieceRecord, SkipRecord
 from fleetdump.agent.jsonl import read_journal
 from fleetdump.agent.patching import patch, revert
+from fleetdump.agent.patchmessages import PatchArgs, RevertArgs
 from fleetdump.agent.patchrecord import FOLDER
-from fleetdump.agent.protocol import AgentFailure, PatchArgs, Request, RevertArgs, ServerSpec
+from fleetdump.agent.protocol import AgentFailure, Request
+from fleetdump.agent.specs import ServerSpec
 from fleetdump.patches import find_patch, load_patch
 from tests.sglang.cpuserver import RunningServer, SglangEnv, no_other_models, session_pids, start_server
 from tests.sglang.test_tap_real import close_when_dead, tap_json

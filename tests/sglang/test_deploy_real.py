@@ -17,11 +17,14 @@ from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import PieceRecord, SkipRecord
 from fleetdump.agent.gate import capture_mismatch
 from fleetdump.agent.generate import post, prefill, server_info
+from fleetdump.agent.hostmessages import AuditArgs, AuditResult
 from fleetdump.agent.jsonl import read_journal
 from fleetdump.agent.neighbours import engine_users
-from fleetdump.agent.protocol import AuditArgs, AuditResult, Expectation, PatchSpec, Request, ServerSpec, SettingsArgs
+from fleetdump.agent.protocol import Request
 from fleetdump.agent.server import ServerRecord, load_record, save_record
+from fleetdump.agent.servermessages import SettingsArgs
 from fleetdump.agent.settings import settings
+from fleetdump.agent.specs import Expectation, PatchSpec, ServerSpec
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import CaptureConfig, HostConfig
 from fleetdump.patches import find_patch, load_patch

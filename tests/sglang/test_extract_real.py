@@ -20,23 +20,15 @@ from fleetdump.agent.formats import row_line
 from fleetdump.agent.generate import is_ready, post
 from fleetdump.agent.launch import launch
 from fleetdump.agent.patching import patch, revert
+from fleetdump.agent.patchmessages import PatchArgs, RevertArgs
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import (
-    CaptureSpec,
-    FollowArgs,
-    LaunchArgs,
-    PatchArgs,
-    PatchSpec,
-    Request,
-    RevertArgs,
-    SelfCheckArgs,
-    ServerSpec,
-    StopArgs,
-    SubmitArgs,
-)
+from fleetdump.agent.protocol import Request
+from fleetdump.agent.runmessages import FollowArgs, SelfCheckArgs, SubmitArgs
 from fleetdump.agent.selfcheck import selfcheck
 from fleetdump.agent.server import load_record
+from fleetdump.agent.servermessages import LaunchArgs, StopArgs
 from fleetdump.agent.share import Share
+from fleetdump.agent.specs import CaptureSpec, PatchSpec, ServerSpec
 from fleetdump.agent.stop import stop
 from fleetdump.agent.tensorfile import ids_sha256
 from fleetdump.dataset.shards import verify_directory

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from fleetdump.agent import procfs
-from fleetdump.agent.protocol import Patience
+from fleetdump.agent.specs import Patience
 from fleetdump.diagnosis import OK, STALL
 from fleetdump.errors import FleetdumpError
 from fleetdump.fleet import ConnectOptions, connect

@@ -12,8 +12,11 @@ from fleetdump.agent import procfs
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.launch import launch
 from fleetdump.agent.patching import patch, read_state, revert
-from fleetdump.agent.protocol import LaunchArgs, PatchArgs, Request, RevertArgs, ServerSpec, StopArgs
+from fleetdump.agent.patchmessages import PatchArgs, RevertArgs
+from fleetdump.agent.protocol import Request
 from fleetdump.agent.server import living, load_record
+from fleetdump.agent.servermessages import LaunchArgs, StopArgs
+from fleetdump.agent.specs import ServerSpec
 from fleetdump.agent.stop import stop
 from fleetdump.patches import load_patch
 from tests.sglang.cpuserver import START_SECONDS, SglangEnv, free_port

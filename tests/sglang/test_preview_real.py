@@ -15,7 +15,9 @@ import pytest
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import row_line
 from fleetdump.agent.preview import preview
-from fleetdump.agent.protocol import PreviewArgs, PreviewResult, Request, ServerSpec
+from fleetdump.agent.protocol import Request
+from fleetdump.agent.runmessages import PreviewArgs, PreviewResult
+from fleetdump.agent.specs import ServerSpec
 from tests.sglang.cpuserver import SglangEnv
 
 pytestmark = pytest.mark.sglang

@@ -14,7 +14,7 @@ import pytest
 
 from fleetdump.agent.context import State
 from fleetdump.agent.drive import start_driver
-from fleetdump.agent.protocol import ServerSpec
+from fleetdump.agent.specs import ServerSpec
 from fleetdump.dataset.shards import ShardReader
 from fleetdump.fleet import connect
 from fleetdump.inventory import CaptureConfig, HostConfig

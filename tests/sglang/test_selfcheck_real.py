@@ -22,19 +22,12 @@ from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.generate import is_ready
 from fleetdump.agent.launch import launch
 from fleetdump.agent.patching import patch, revert
-from fleetdump.agent.protocol import (
-    CaptureSpec,
-    LaunchArgs,
-    PatchArgs,
-    PatchSpec,
-    Request,
-    RevertArgs,
-    SelfCheckArgs,
-    SelfCheckResult,
-    ServerSpec,
-    StopArgs,
-)
+from fleetdump.agent.patchmessages import PatchArgs, RevertArgs
+from fleetdump.agent.protocol import Request
+from fleetdump.agent.runmessages import SelfCheckArgs, SelfCheckResult
 from fleetdump.agent.selfcheck import selfcheck
+from fleetdump.agent.servermessages import LaunchArgs, StopArgs
+from fleetdump.agent.specs import CaptureSpec, PatchSpec, ServerSpec
 from fleetdump.agent.stop import stop
 from fleetdump.patches import find_patch, load_patch
 from tests.sglang.cpuserver import START_SECONDS, SglangEnv, free_port

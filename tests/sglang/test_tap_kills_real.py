@@ -17,9 +17,11 @@ import pytest
 
 from fleetdump.agent.drive import follow
 from fleetdump.agent.patching import patch, revert
+from fleetdump.agent.patchmessages import PatchArgs, RevertArgs
 from fleetdump.agent.procfs import port_owner
-from fleetdump.agent.protocol import FollowArgs, PatchArgs, RevertArgs, StopArgs
+from fleetdump.agent.runmessages import FollowArgs
 from fleetdump.agent.server import load_record, save_record
+from fleetdump.agent.servermessages import StopArgs
 from fleetdump.agent.share import Share
 from fleetdump.agent.stop import stop
 from fleetdump.dataset.shards import ShardReader, verify_directory

@@ -21,17 +21,9 @@ from demo.sglang_cpu import recipe
 from fleetdump.agent import hostwatch, procfs, progress
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.launch import launch
-from fleetdump.agent.protocol import (
-    PHASES,
-    LaunchArgs,
-    MonitorArgs,
-    Patience,
-    ServerSpec,
-    StopArgs,
-    WatchArgs,
-    WatchResult,
-)
 from fleetdump.agent.server import ServerRecord, load_record
+from fleetdump.agent.servermessages import LaunchArgs, MonitorArgs, StopArgs, WatchArgs, WatchResult
+from fleetdump.agent.specs import PHASES, Patience, ServerSpec
 from fleetdump.agent.stop import stop
 from fleetdump.agent.watch import watch
 from tests.sglang.cpuserver import SglangEnv, free_port

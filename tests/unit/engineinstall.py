@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.protocol import Edit, Insertion, PatchSpec, Request
+from fleetdump.agent.protocol import Request
+from fleetdump.agent.specs import Edit, Insertion, PatchSpec
 
 MODEL = b'''"""A model."""
 import math

@@ -19,9 +19,9 @@ from fleetdump.agent.context import State
 from fleetdump.agent.formats import row_line
 from fleetdump.agent.jsonl import read_lines
 from fleetdump.agent.procfs import is_alive, start_time
-from fleetdump.agent.protocol import CaptureSpec
 from fleetdump.agent.server import ServerRecord, boot_id, save_record
 from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.specs import CaptureSpec
 from fleetdump.agent.tensorfile import crc32
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import base64
 import hashlib
 from pathlib import Path
 
-from fleetdump.agent.protocol import PackageChange, PatchSpec
+from fleetdump.agent.specs import PackageChange, PatchSpec
 from tests.unit.engineinstall import Install, compile_model, install, spec
 
 EXTRA = {

@@ -20,11 +20,13 @@ from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import Rid, SkipRecord, Writer, norm_name
 from fleetdump.agent.jsonl import append_lines
 from fleetdump.agent.procfs import start_time
-from fleetdump.agent.protocol import CaptureSpec, Request, SelfCheckArgs, SelfCheckResult
+from fleetdump.agent.protocol import Request
+from fleetdump.agent.runmessages import SelfCheckArgs, SelfCheckResult
 from fleetdump.agent.selfcheck import selfcheck
 from fleetdump.agent.selfcheck_prompts import LARGE
 from fleetdump.agent.server import ServerRecord, load_record, save_record
 from fleetdump.agent.shardwriter import NewPiece, ShardWriter
+from fleetdump.agent.specs import CaptureSpec
 from fleetdump.agent.tensorfile import ids_sha256
 
 VOCABULARY, HIDDEN, DEPTH = 256, 32, 6

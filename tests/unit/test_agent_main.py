@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from fleetdump.agent import bootstrap, bundles, lock, main, names, protocol
+from fleetdump.agent import bootstrap, bundles, hostmessages, lock, main, names, protocol, servermessages, specs
 from fleetdump.agent.audit import shorten
 from fleetdump.agent.context import AgentContext, ControllerGone, State
 from fleetdump.agent.detach import spawn_detached
@@ -48,7 +48,7 @@ def answers(ctx: AgentContext) -> list[dict[str, Any]]:
 def serve_with(ctx: AgentContext, monkeypatch: pytest.MonkeyPatch, verb: Any, mutates: bool = False) -> dict[str, Any]:
     """Serve a request whose verb is the function ``verb``."""
     monkeypatch.setattr(main, "verb_under_test", verb, raising=False)
-    monkeypatch.setitem(main.VERB_TABLE, "status", main.Verb(protocol.StatusArgs, "main:verb_under_test", mutates))
+    monkeypatch.setitem(main.VERB_TABLE, "status", main.Verb(hostmessages.StatusArgs, "main:verb_under_test", mutates))
     main.serve(ctx)
     return answers(ctx)[-1]
 
@@ -79,7 +79,7 @@ def naming(kind: Any, name: str) -> Any:
     """A value of an argument that names servers or runs, with that name."""
     if typing.get_origin(kind) is list:
         return [naming(typing.get_args(kind)[0], name)]
-    return {**minimal(kind), "name": name} if kind is protocol.ServerSpec else name
+    return {**minimal(kind), "name": name} if kind is specs.ServerSpec else name
 
 
 NAMED = [
@@ -110,17 +110,18 @@ class TestNames:
         assert not ctx.state.root.exists(), "the host was not even locked for it"
 
     def test_names_are_found_at_any_depth(self) -> None:
-        server = protocol.ServerSpec(**{**minimal(protocol.ServerSpec), "name": "../x"})
+        server = specs.ServerSpec(**{**minimal(specs.ServerSpec), "name": "../x"})
         with pytest.raises(AgentFailure, match="no server name"):
-            names.require_names(protocol.ForecastArgs(launches=[protocol.LaunchArgs(server)]))
+            names.require_names(servermessages.ForecastArgs(launches=[servermessages.LaunchArgs(server)]))
 
 
 class TestServe:
     def test_result(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        answer = serve_with(context(tmp_path), monkeypatch, lambda args, ctx: protocol.StopResult(stopped=["main"]))
+        stopped = servermessages.StopResult(stopped=["main"])
+        answer = serve_with(context(tmp_path), monkeypatch, lambda args, ctx: stopped)
         assert answer == {
             "type": "result",
-            "result": protocol.to_json(protocol.StopResult(["main"])),
+            "result": protocol.to_json(servermessages.StopResult(["main"])),
             "error": None,
         }
 
@@ -154,16 +155,16 @@ class TestServe:
         ctx = context(tmp_path)
         ctx.stdout = os.fdopen(writer, "wb", buffering=0)
         monkeypatch.setattr(main, "verb_under_test", lambda args, ctx: ctx.emit("x"), raising=False)
-        monkeypatch.setitem(main.VERB_TABLE, "status", main.Verb(protocol.StatusArgs, "main:verb_under_test"))
+        monkeypatch.setitem(main.VERB_TABLE, "status", main.Verb(hostmessages.StatusArgs, "main:verb_under_test"))
         main.serve(ctx)
         ctx.stdout.close()
 
     def test_change_is_locked_and_audited(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         held: list[Any] = []
 
-        def change(args: Any, ctx: AgentContext) -> protocol.StopResult:
+        def change(args: Any, ctx: AgentContext) -> servermessages.StopResult:
             held.append(lock.read_holder(ctx.state.root / "lock"))
-            return protocol.StopResult()
+            return servermessages.StopResult()
 
         ctx = context(tmp_path)
         serve_with(ctx, monkeypatch, change, mutates=True)
@@ -173,9 +174,9 @@ class TestServe:
         assert (line["verb"], line["ok"], line["v"]) == ("status", True, 1)
 
     def test_clean_leaves_no_audit_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def remove_all(args: Any, ctx: AgentContext) -> protocol.StopResult:
+        def remove_all(args: Any, ctx: AgentContext) -> servermessages.StopResult:
             shutil.rmtree(ctx.state.root)
-            return protocol.StopResult()
+            return servermessages.StopResult()
 
         ctx = context(tmp_path)
         assert serve_with(ctx, monkeypatch, remove_all, mutates=True)["error"] is None

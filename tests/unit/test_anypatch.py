@@ -16,7 +16,9 @@ import pytest
 
 from fleetdump.agent import patchfiles, patching, patchrecord
 from fleetdump.agent.patching import patch, read_state, revert
-from fleetdump.agent.protocol import AgentFailure, PatchArgs, PatchResult, PatchSpec, RevertArgs
+from fleetdump.agent.patchmessages import PatchArgs, PatchResult, RevertArgs
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.specs import PatchSpec
 from tests.unit.engineinstall import MODEL, Install, context, install, spec
 from tests.unit.packagepatches import DIFF, EXTRA, SCRIPT, all_files, change_spec, engine_with_extra
 
@@ -361,7 +363,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tests.unit import engineinstall, packagepatches
-from fleetdump.agent import patching, protocol
+from fleetdump.agent import patching, patchmessages
 
 CHANGES = {f"os.{name}" for name in "rename remove mkdir rmdir chmod chown utime symlink link truncate".split()}
 left = int(sys.argv[4])
@@ -380,9 +382,9 @@ sys.addaudithook(audit)  # Python tells of every call that changes a file system
 fsync = os.fsync
 os.fsync = lambda descriptor: (step(), fsync(descriptor))[1]
 if sys.argv[5] == "revert":
-    patching.revert(protocol.RevertArgs(sys.argv[2]), ctx)
+    patching.revert(patchmessages.RevertArgs(sys.argv[2]), ctx)
 else:
-    patching.patch(protocol.PatchArgs(sys.argv[2], packagepatches.all_files(*sys.argv[5].split("@"))), ctx)
+    patching.patch(patchmessages.PatchArgs(sys.argv[2], packagepatches.all_files(*sys.argv[5].split("@"))), ctx)
 print("survived")
 """
 

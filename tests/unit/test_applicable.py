@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fleetdump.agent.applicable import architectures_of, choose_edits
-from fleetdump.agent.protocol import AgentFailure, Edit, PatchSpec
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.specs import Edit, PatchSpec
 from fleetdump.patches import load_patch
 
 OURS = load_patch(Path(__file__).resolve().parents[2] / "patches" / "hidden-states")

@@ -18,17 +18,9 @@ from fleetdump.agent.context import AgentContext
 from fleetdump.agent.drive import submit
 from fleetdump.agent.formats import row_line
 from fleetdump.agent.preview import preview
-from fleetdump.agent.protocol import (
-    AgentFailure,
-    BurstArgs,
-    CaptureSpec,
-    PreviewArgs,
-    PreviewReject,
-    Request,
-    SampleSpans,
-    ServerSpec,
-    SubmitArgs,
-)
+from fleetdump.agent.protocol import AgentFailure, Request
+from fleetdump.agent.runmessages import BurstArgs, PreviewArgs, PreviewReject, SampleSpans, SubmitArgs
+from fleetdump.agent.specs import CaptureSpec, ServerSpec
 
 TRANSFORMERS = '''
 class Tokenizer:

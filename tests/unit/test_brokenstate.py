@@ -18,19 +18,13 @@ import pytest
 
 from fleetdump.agent import audit, detach, healthy, lock, main, server, share
 from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.hostmessages import StatusArgs
 from fleetdump.agent.launch import made_dirs
-from fleetdump.agent.protocol import (
-    AgentFailure,
-    CaptureSpec,
-    EvidenceArgs,
-    LogsArgs,
-    Request,
-    StatusArgs,
-    StopArgs,
-    to_json,
-)
+from fleetdump.agent.protocol import AgentFailure, Request, to_json
 from fleetdump.agent.server import ServerRecord, load_record, load_records, save_record
+from fleetdump.agent.servermessages import EvidenceArgs, LogsArgs, StopArgs
 from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.specs import CaptureSpec
 from fleetdump.agent.status import logs, status
 from fleetdump.agent.stop import stop
 from fleetdump.agent.targets import find_target

@@ -15,8 +15,8 @@ import paramiko
 import pytest
 import testverbs
 
+from fleetdump.agent.hostmessages import AuditArgs, AuditResult, StatusArgs, StatusResult
 from fleetdump.agent.procfs import is_alive, start_time
-from fleetdump.agent.protocol import AuditArgs, AuditResult, StatusArgs, StatusResult
 from fleetdump.errors import HostError, LockedError, UnreachableError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.fleet.bundle import Bundle

@@ -13,24 +13,17 @@ import pytest
 from fleetdump.agent import patchrecord
 from fleetdump.agent.clean import clean
 from fleetdump.agent.formats import AttemptLine, PieceRecord
+from fleetdump.agent.hostmessages import CleanArgs, CleanResult, StatusArgs
 from fleetdump.agent.jsonl import encode_line, open_journal
 from fleetdump.agent.launch import make_capture_dir
 from fleetdump.agent.patching import patch, revert
+from fleetdump.agent.patchmessages import PatchArgs, RevertArgs
 from fleetdump.agent.procfs import start_time
-from fleetdump.agent.protocol import (
-    AgentFailure,
-    CaptureSpec,
-    CleanArgs,
-    CleanResult,
-    CollectedShare,
-    Interpreter,
-    PatchArgs,
-    RevertArgs,
-    RunProgress,
-    StatusArgs,
-)
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.runmessages import CollectedShare, RunProgress
 from fleetdump.agent.server import ServerRecord, boot_id, save_record
 from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.specs import CaptureSpec, Interpreter
 from fleetdump.agent.status import status
 from tests.unit.engineinstall import context, install, spec
 from tests.unit.manifests import manifest_line

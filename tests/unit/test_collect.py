@@ -20,8 +20,9 @@ from fleetdump.agent.context import State
 from fleetdump.agent.drive import start_driver, whole_lines
 from fleetdump.agent.formats import RejectedLine, Row, share_id
 from fleetdump.agent.jsonl import encode_line
-from fleetdump.agent.protocol import ServerSpec, ShardInfo
+from fleetdump.agent.runmessages import ShardInfo
 from fleetdump.agent.share import Share
+from fleetdump.agent.specs import ServerSpec
 from fleetdump.dataset.intake import take_in
 from fleetdump.dataset.lines import LineFault, Source, check_line
 from fleetdump.dataset.rows import BrokenRow

@@ -20,16 +20,9 @@ import pytest
 from fleetdump.agent.clean import clean
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.controlling import OLDEST_PYTHON, PACKAGES, controller, controllers_of, stop_controllers
+from fleetdump.agent.hostmessages import CleanArgs, ControllerArgs, ControllerResult, ControllerState, StatusResult
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import (
-    AgentFailure,
-    CleanArgs,
-    ControllerArgs,
-    ControllerResult,
-    ControllerState,
-    Request,
-    StatusResult,
-)
+from fleetdump.agent.protocol import AgentFailure, Request
 from fleetdump.dataset.intake import take_in
 from fleetdump.dataset.rows import numbered_rows
 from fleetdump.errors import LockedError, UsageError

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from demo.sglang_cpu import recipe
-from fleetdump.agent import formats, healthy, lock, patchrecord, protocol, server, share
+from fleetdump.agent import formats, healthy, lock, patchrecord, runmessages, server, share
 from fleetdump.agent.protocol import from_json, to_json
 from fleetdump.cli.main import cli
 from fleetdump.inventory import load
@@ -42,7 +42,7 @@ def tap_config() -> type:
 def record_classes() -> dict[str, Any]:
     modules = (formats, healthy, lock, patchrecord, server, share)
     found = {name: kind for module in modules for name, kind in vars(module).items() if dataclasses.is_dataclass(kind)}
-    return {**found, "WorkHead": tokenise.WorkHead, "Config": tap_config(), "TapStatus": protocol.TapStatus}
+    return {**found, "WorkHead": tokenise.WorkHead, "Config": tap_config(), "TapStatus": runmessages.TapStatus}
 
 
 @pytest.mark.parametrize(("name", "text"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
@@ -94,7 +94,8 @@ def test_every_agent_module_is_either_shared_or_forbidden_to_the_controller() ->
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     contract = text[text.index("the controller sees only the agent's shared modules") :].split("[[tool.")[0]
     forbidden = set(re.findall(r"fleetdump\.agent\.(\w+)", contract.partition("forbidden_modules")[2]))
-    shared = {"protocol", "formats", "jsonl", "tensorfile", "shardcheck", "unidiff", "scrub", "arguments"}
+    shared = {"protocol", "specs", "hostmessages", "patchmessages", "servermessages", "runmessages"}
+    shared |= {"formats", "jsonl", "tensorfile", "shardcheck", "unidiff", "scrub", "arguments"}
     shared |= {"evidence_types", "evidence_process", "evidence_engine", "evidence_host", "evidence_files"}
     agent = ROOT / "fleetdump" / "agent"
     modules = {path.stem for path in agent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}

@@ -22,10 +22,12 @@ from fleetdump.agent.driver import work
 from fleetdump.agent.evidence_types import Target
 from fleetdump.agent.formats import ManifestLine, row_line
 from fleetdump.agent.generate import post
+from fleetdump.agent.hostmessages import CleanArgs
 from fleetdump.agent.loop import Timing
 from fleetdump.agent.probes import net
 from fleetdump.agent.procfs import is_alive
-from fleetdump.agent.protocol import AgentFailure, CleanArgs, FollowArgs, ManifestArgs, Request, SubmitArgs, from_json
+from fleetdump.agent.protocol import AgentFailure, Request, from_json
+from fleetdump.agent.runmessages import FollowArgs, ManifestArgs, SubmitArgs
 from fleetdump.agent.schedule import Sample, Schedule
 from fleetdump.agent.server import load_record, save_record
 from fleetdump.agent.shards import close_dead, needed_of

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from fleetdump.agent import edit as module
 from fleetdump.agent.edit import EditError, apply_edits, release_within
-from fleetdump.agent.protocol import Edit, Insertion, to_json
+from fleetdump.agent.protocol import to_json
+from fleetdump.agent.specs import Edit, Insertion
 
 MARK = "fleetdump:test@1"
 TAIL = f"  # {MARK}"

@@ -15,7 +15,7 @@ import pytest
 
 from fleetdump.agent.applicable import choose_edits
 from fleetdump.agent.edit import EditError, apply_edits
-from fleetdump.agent.protocol import Edit
+from fleetdump.agent.specs import Edit
 from fleetdump.patches import load_patch
 
 SPEC = load_patch(Path(__file__).resolve().parents[2] / "patches" / "hidden-states")

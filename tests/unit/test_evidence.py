@@ -30,8 +30,10 @@ from fleetdump.agent.probes import gpu, host, net, stacks, strace
 from fleetdump.agent.probes.bounded import ProbeFailed, Probes, run_command
 from fleetdump.agent.probes.logfile import LogReader
 from fleetdump.agent.procfs import start_time
-from fleetdump.agent.protocol import AgentFailure, EvidenceArgs, Patience, Request, from_json
+from fleetdump.agent.protocol import AgentFailure, Request, from_json
 from fleetdump.agent.server import ServerRecord, save_record
+from fleetdump.agent.servermessages import EvidenceArgs
+from fleetdump.agent.specs import Patience
 from fleetdump.diagnosis import MEASURED, OK, Verdict, diagnose
 
 SECRET = "s3cr3t-value-12345"

@@ -30,11 +30,13 @@ from fleetdump.agent.evidence_process import ProcessFacts, Stack
 from fleetdump.agent.evidence_report import write_bundle
 from fleetdump.agent.evidence_types import Evidence, Target
 from fleetdump.agent.guard import Guard, Stuck
+from fleetdump.agent.hostmessages import ToolArgs
 from fleetdump.agent.probes import bounded, cgroup, descriptors, gpu, host, logfile, process, reach, stacks
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 from fleetdump.agent.probes.logfile import LogReader
-from fleetdump.agent.protocol import AgentFailure, EvidenceArgs, Request, ToolArgs
+from fleetdump.agent.protocol import AgentFailure, Request
 from fleetdump.agent.scrub import printable
+from fleetdump.agent.servermessages import EvidenceArgs
 from fleetdump.fleet import pyspy
 from fleetdump.tasks import evidence as task
 

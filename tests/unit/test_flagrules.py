@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fleetdump.agent.flagrules import expectations, faults, patch_arguments, refused
-from fleetdump.agent.protocol import AgentFailure, PatchSpec, ReleaseArg
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.specs import PatchSpec, ReleaseArg
 from fleetdump.patches import load_patch
 
 OURS = load_patch(Path(__file__).resolve().parents[2] / "patches" / "hidden-states")

@@ -10,7 +10,8 @@ import pytest
 
 from fleetdump.agent import checks_forward, checks_host
 from fleetdump.agent.forwardsize import Forward, judge, largest_forward, smaller
-from fleetdump.agent.protocol import ProbeArgs, ServerSpec
+from fleetdump.agent.hostmessages import ProbeArgs
+from fleetdump.agent.specs import ServerSpec
 
 CHUNK = "--chunked-prefill-size"
 ROW = 4 * 7168 * 2

@@ -13,7 +13,8 @@ import pytest
 
 from fleetdump.agent.checks_model import check_model
 from fleetdump.agent.hub import is_hub_name
-from fleetdump.agent.protocol import Finding, ServerSpec
+from fleetdump.agent.protocol import Finding
+from fleetdump.agent.specs import ServerSpec
 
 CONFIG = {"architectures": ["TinyForCausalLM"], "num_hidden_layers": 6, "hidden_size": 8, "torch_dtype": "bfloat16"}
 

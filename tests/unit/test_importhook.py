@@ -19,8 +19,11 @@ from fleetdump.agent import checks, importhook, patching, sitehook
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.launch import launch
 from fleetdump.agent.patching import patch
-from fleetdump.agent.protocol import AgentFailure, Interpreter, LaunchArgs, PatchArgs, PatchSpec, ServerSpec
+from fleetdump.agent.patchmessages import PatchArgs
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.server import living, load_record, load_records
+from fleetdump.agent.servermessages import LaunchArgs
+from fleetdump.agent.specs import Interpreter, PatchSpec, ServerSpec
 from tests.unit.engineinstall import MODEL, Install, context, install, runnable, spec, wait_for
 from tests.unit.packagepatches import all_files
 

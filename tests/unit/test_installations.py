@@ -24,8 +24,11 @@ from fleetdump.agent import checks, engine, neighbours, patchrecord
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.launch import launch
 from fleetdump.agent.patching import patch, read_state, revert
-from fleetdump.agent.protocol import Finding, Interpreter, LaunchArgs, PatchArgs, PatchSpec, RevertArgs, ServerSpec
+from fleetdump.agent.patchmessages import PatchArgs, RevertArgs
+from fleetdump.agent.protocol import Finding
 from fleetdump.agent.server import living, load_record, load_records
+from fleetdump.agent.servermessages import LaunchArgs
+from fleetdump.agent.specs import Interpreter, PatchSpec, ServerSpec
 from fleetdump.errors import HostError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from manifests import manifest_line, text_of
 
-from fleetdump.agent.protocol import ManifestArgs, ManifestResult, RunProgress
+from fleetdump.agent.runmessages import ManifestArgs, ManifestResult, RunProgress
 from fleetdump.errors import UnreachableError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger

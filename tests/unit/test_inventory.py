@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetdump.agent.protocol import CaptureSpec, Patience
+from fleetdump.agent.specs import CaptureSpec, Patience
 from fleetdump.errors import ExitCode, UsageError
 from fleetdump.inventory import HostConfig, Inventory, InventoryError, example_for, load, resolve_secrets
 from fleetdump.inventory.schema import CAPTURE, HOST, PATIENCE

@@ -14,18 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from fleetdump.agent.protocol import (
+from fleetdump.agent.hostmessages import (
     AuditArgs,
     AuditResult,
     CleanArgs,
     CleanResult,
     StatusArgs,
     StatusResult,
-    StopArgs,
-    StopResult,
     UnlockArgs,
     UnlockResult,
 )
+from fleetdump.agent.servermessages import StopArgs, StopResult
 from fleetdump.errors import LockedError, UsageError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.fleet.lease import held

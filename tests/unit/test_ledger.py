@@ -9,7 +9,7 @@ import pytest
 from manifests import manifest_line, text_of
 
 from fleetdump.agent.formats import RejectedLine
-from fleetdump.agent.protocol import ShardInfo
+from fleetdump.agent.runmessages import ShardInfo
 from fleetdump.ledger import Ledger, Planned, Totals
 
 

@@ -17,7 +17,8 @@ import pytest
 
 from fleetdump.agent import lock
 from fleetdump.agent.context import AgentContext
-from fleetdump.agent.protocol import AgentFailure, CleanArgs, CleanResult, Request, UnlockArgs, UnlockResult, to_json
+from fleetdump.agent.hostmessages import CleanArgs, CleanResult, UnlockArgs, UnlockResult
+from fleetdump.agent.protocol import AgentFailure, Request, to_json
 from fleetdump.agent.unlock import unlock
 from fleetdump.fleet import connect
 from fleetdump.inventory import HostConfig

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fleetdump.agent import logmarks
 from fleetdump.agent.logmarks import LogParser, parse_log
-from fleetdump.agent.protocol import PHASES
+from fleetdump.agent.specs import PHASES
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
 HEALTHY = [*sorted(path.stem for path in LOGS.glob("healthy-*.log")), "graphs-tp2-0.5.14"]

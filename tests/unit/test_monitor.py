@@ -22,20 +22,12 @@ from fleetdump.agent import healthy, hostwatch, monitor, procfs, progress
 from fleetdump.agent import monitor as monitoring
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
-from fleetdump.agent.protocol import (
-    PHASES,
-    CaptureSpec,
-    HealthyProfile,
-    MonitorArgs,
-    Patience,
-    Request,
-    RunProgress,
-    TapStatus,
-    Vitals,
-    from_json,
-)
+from fleetdump.agent.protocol import Request, from_json
+from fleetdump.agent.runmessages import RunProgress, TapStatus
 from fleetdump.agent.server import ServerRecord, boot_id, load_record, save_record
+from fleetdump.agent.servermessages import HealthyProfile, MonitorArgs, Vitals
 from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.specs import PHASES, CaptureSpec, Patience
 from tests.unit.engineinstall import wait_for
 
 STEP = "[2026-01-01 00:00:0{} TP{}] {}"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from fleetdump import patches
-from fleetdump.agent.protocol import Edit, Insertion, PatchSpec, RefusedArg, ReleaseArg, from_json, to_json
+from fleetdump.agent.protocol import from_json, to_json
+from fleetdump.agent.specs import Edit, Insertion, PatchSpec, RefusedArg, ReleaseArg
 from fleetdump.errors import ExitCode, UsageError
 from fleetdump.patches import PatchError, find_patch, load_patch
 from tests.unit.engineinstall import install

@@ -16,7 +16,9 @@ import pytest
 
 from fleetdump.agent import patching, patchrecord
 from fleetdump.agent.patching import patch, read_state, revert
-from fleetdump.agent.protocol import AgentFailure, PatchArgs, PatchResult, PatchSpec, RevertArgs
+from fleetdump.agent.patchmessages import PatchArgs, PatchResult, RevertArgs
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.specs import PatchSpec
 from tests.unit.engineinstall import MODEL, Install, compile_model, context, install, spec
 
 
@@ -436,7 +438,7 @@ import json, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tests.unit import engineinstall
-from fleetdump.agent import engine, patching, protocol
+from fleetdump.agent import engine, patching, patchmessages
 import shutil
 
 left = int(sys.argv[4])
@@ -453,8 +455,8 @@ def deadly(name, where=os):
 def change():
     ctx = engineinstall.context(Path(sys.argv[3]))
     if sys.argv[5] == "revert":
-        return patching.revert(protocol.RevertArgs(sys.argv[2]), ctx)
-    return patching.patch(protocol.PatchArgs(sys.argv[2], engineinstall.spec(sys.argv[5])), ctx)
+        return patching.revert(patchmessages.RevertArgs(sys.argv[2]), ctx)
+    return patching.patch(patchmessages.PatchArgs(sys.argv[2], engineinstall.spec(sys.argv[5])), ctx)
 
 for name in ("replace", "unlink", "fsync", "mkdir", "rmdir", "chmod"):
     deadly(name)

@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 
 from fleetdump.agent.formats import Row, row_line
-from fleetdump.agent.protocol import (
-    ModelFacts,
-    PreviewReject,
-    PreviewResult,
-    ProbeResult,
-    ServerSpec,
-    ServerState,
-    to_json,
-)
+from fleetdump.agent.hostmessages import ModelFacts, ProbeResult
+from fleetdump.agent.protocol import to_json
+from fleetdump.agent.runmessages import PreviewReject, PreviewResult
+from fleetdump.agent.servermessages import ServerState
+from fleetdump.agent.specs import ServerSpec
 from fleetdump.cli import _preflight
 from fleetdump.cli._fleet import FleetOptions
 from fleetdump.dataset.intake import DataSet, take_in

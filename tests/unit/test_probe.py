@@ -21,12 +21,14 @@ import pytest
 from fleetdump.agent import checks_disk, checks_gpu, checks_host, checks_model, checks_net
 from fleetdump.agent.evidence_host import DiskFacts
 from fleetdump.agent.findings import Checked
+from fleetdump.agent.hostmessages import ProbeArgs, ProbeResult
 from fleetdump.agent.model import read_model
 from fleetdump.agent.probe import Question, ask_all, probe
 from fleetdump.agent.probes.bounded import Output, ProbeFailed
 from fleetdump.agent.procfs import start_time
-from fleetdump.agent.protocol import AgentFailure, Finding, ProbeArgs, ProbeResult, ServerSpec
+from fleetdump.agent.protocol import AgentFailure, Finding
 from fleetdump.agent.server import ServerRecord, boot_id, save_record
+from fleetdump.agent.specs import ServerSpec
 from tests.unit.engineinstall import Install, context, install, spec
 
 

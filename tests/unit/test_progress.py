@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fleetdump.agent.procfs import TICKS_PER_SECOND, ProcSample, Rank
 from fleetdump.agent.progress import CONFIRM_SECONDS, Rates, Sample, allowed, assess, movement
-from fleetdump.agent.protocol import PHASES, Patience
+from fleetdump.agent.specs import PHASES, Patience
 
 PATIENCE = Patience(**dict.fromkeys(PHASES, 30.0))
 STARTING = [phase for phase in PHASES if phase != "serving"]

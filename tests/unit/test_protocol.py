@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdump.agent import protocol
-from fleetdump.agent.protocol import ProtocolError, Request, ServerSpec, from_json, to_json
+from fleetdump.agent.protocol import ProtocolError, Request, from_json, to_json
+from fleetdump.agent.specs import ServerSpec
 
 MESSAGES = [
     kind

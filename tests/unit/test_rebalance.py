@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from fleetdump.agent.formats import RejectedLine
-from fleetdump.agent.protocol import HeldResult, RunProgress, WithdrawArgs, WithdrawResult
+from fleetdump.agent.runmessages import HeldResult, RunProgress, WithdrawArgs, WithdrawResult
 from fleetdump.cli import _driving
 from fleetdump.errors import HostError, UnreachableError, UsageError
 from fleetdump.fleet import Host

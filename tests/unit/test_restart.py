@@ -12,9 +12,11 @@ import pytest
 from fleetdump.agent import gpumemory, procfs
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.launch import launch
-from fleetdump.agent.protocol import AgentFailure, CaptureSpec, LaunchArgs, RestartArgs, ServerSpec, StopArgs
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.restart import restart
 from fleetdump.agent.server import load_record, save_record
+from fleetdump.agent.servermessages import LaunchArgs, RestartArgs, StopArgs
+from fleetdump.agent.specs import CaptureSpec, ServerSpec
 from fleetdump.agent.stop import stop
 from tests.unit.engineinstall import Install, wait_for
 from tests.unit.test_server import ctx, engine, listening, server

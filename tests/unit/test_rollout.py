@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetdump.agent.protocol import Interpreter, LaunchForecast, PatchArgs, PatchResult, PatchSpec, PatchState
+from fleetdump.agent.patchmessages import PatchArgs, PatchResult, PatchState
+from fleetdump.agent.servermessages import LaunchForecast
+from fleetdump.agent.specs import Interpreter, PatchSpec
 from fleetdump.tasks.changes import HostChanges
 from fleetdump.tasks.check import clock_findings
 from fleetdump.tasks.rollout import Rollout

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from fleetdump.agent import reporter
-from fleetdump.agent.protocol import CaptureSpec, RunProgress
 from fleetdump.agent.reporter import Reporter
+from fleetdump.agent.runmessages import RunProgress
 from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.specs import CaptureSpec
 from fleetdump.views import run
 from fleetdump.views.console import SafeConsole
 

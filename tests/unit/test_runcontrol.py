@@ -16,7 +16,8 @@ from extraction import StandIn, check_bytes, kill_driver, manifest_of, rejected_
 from fleetdump.agent import audit, lock, main
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.drive import follow, order, start_driver, submit
-from fleetdump.agent.protocol import AgentFailure, FollowArgs, OrderArgs, Request, RunProgress, SubmitArgs
+from fleetdump.agent.protocol import AgentFailure, Request
+from fleetdump.agent.runmessages import FollowArgs, OrderArgs, RunProgress, SubmitArgs
 from fleetdump.agent.share import Share
 from fleetdump.cli import runcontrol
 from fleetdump.cli._fleet import FleetOptions

@@ -21,7 +21,8 @@ from fleetdump.agent import selfcheck as verb
 from fleetdump.agent.drive import _check_server
 from fleetdump.agent.formats import Rid, Writer
 from fleetdump.agent.model import vocabulary_size
-from fleetdump.agent.protocol import AgentFailure, SelfCheckArgs, SelfCheckResult, SubmitArgs
+from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.runmessages import SelfCheckArgs, SelfCheckResult, SubmitArgs
 from fleetdump.agent.selfcheck import attention_ranks, next_token
 from fleetdump.agent.selfcheck_prompts import ALONE, FUSED_TOKENS, LARGE, SMALL, plan
 from fleetdump.agent.server import save_record

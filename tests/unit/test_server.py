@@ -20,22 +20,15 @@ import pytest
 from fleetdump.agent import procfs
 from fleetdump.agent.arguments import merge_arguments, option_value, options_meant
 from fleetdump.agent.context import AgentContext
+from fleetdump.agent.hostmessages import StatusArgs
 from fleetdump.agent.jsonl import write_json
 from fleetdump.agent.launch import launch
 from fleetdump.agent.launchplan import plan
-from fleetdump.agent.protocol import (
-    AgentFailure,
-    CaptureSpec,
-    LaunchArgs,
-    LogsArgs,
-    PatchSpec,
-    ReleaseArg,
-    ServerSpec,
-    StatusArgs,
-    StopArgs,
-)
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.server import ServerRecord, living, load_record, load_records, save_record, server_state
+from fleetdump.agent.servermessages import LaunchArgs, LogsArgs, StopArgs
 from fleetdump.agent.share import DriverRecord
+from fleetdump.agent.specs import CaptureSpec, PatchSpec, ReleaseArg, ServerSpec
 from fleetdump.agent.status import logs, status
 from fleetdump.agent.stop import stop
 from tests.unit.engineinstall import Install, context, install, runnable, wait_for

@@ -18,19 +18,13 @@ from fleetdump.agent.context import AgentContext
 from fleetdump.agent.drive import start_driver
 from fleetdump.agent.formats import RestartLine
 from fleetdump.agent.launch import launch
-from fleetdump.agent.protocol import (
-    AgentFailure,
-    CaptureSpec,
-    LaunchArgs,
-    RestartArgs,
-    RunProgress,
-    RunRestart,
-    ServerSpec,
-    StopArgs,
-)
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.restart import restart
+from fleetdump.agent.runmessages import RunProgress
 from fleetdump.agent.server import load_record, save_record
+from fleetdump.agent.servermessages import LaunchArgs, RestartArgs, RunRestart, StopArgs
 from fleetdump.agent.share import RESTARTS, Share, note_restart, restarts_of
+from fleetdump.agent.specs import CaptureSpec, ServerSpec
 from fleetdump.agent.stop import stop
 from tests.unit.test_restart import environ
 from tests.unit.test_server import ctx, engine, listening, server

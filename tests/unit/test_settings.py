@@ -17,8 +17,9 @@ from fleetdump.agent import gate
 from fleetdump.agent.configfile import config_arguments
 from fleetdump.agent.context import State
 from fleetdump.agent.launchplan import environment_of, refuse_arguments
-from fleetdump.agent.protocol import AgentFailure, CaptureSpec, PatchSpec, RefusedArg, ReleaseArg, ServerSpec
+from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.server import load_record, save_record
+from fleetdump.agent.specs import CaptureSpec, PatchSpec, RefusedArg, ReleaseArg, ServerSpec
 from fleetdump.errors import ExitCode, HostError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig

@@ -23,7 +23,8 @@ from fleetdump.agent import shardwriter
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import ManifestLine, ManifestPiece, PieceRecord, Rid, ShardRecord, TokenRef, Writer
 from fleetdump.agent.jsonl import read_journal
-from fleetdump.agent.protocol import AgentFailure, FetchArgs, Request, ShardInfo, ShardsArgs
+from fleetdump.agent.protocol import AgentFailure, Request
+from fleetdump.agent.runmessages import FetchArgs, ShardInfo, ShardsArgs
 from fleetdump.agent.shards import Closing, close_dead, fetch, needed_of, shards
 from fleetdump.agent.shardwriter import NewPiece, ShardWriter, TokenShards
 from fleetdump.agent.tensorfile import ids_sha256

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fleetdump.agent import healthy
-from fleetdump.agent.protocol import HealthyProfile, WatchResult
+from fleetdump.agent.servermessages import HealthyProfile, WatchResult
 from fleetdump.tasks.fleetstarts import FleetStarts
 from fleetdump.tasks.turns import in_turns
 from tests.unit.engineinstall import context

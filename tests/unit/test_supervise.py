@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from fleetdump.agent.protocol import RunProgress, RunRestart
+from fleetdump.agent.runmessages import RunProgress
+from fleetdump.agent.servermessages import RunRestart
 from fleetdump.diagnosis import Verdict
 from fleetdump.errors import FleetdumpError, HostError, LockedError, UnreachableError
 from fleetdump.fleet import Host

@@ -15,19 +15,13 @@ from typing import Any
 import pytest
 
 from fleetdump.agent.context import State
+from fleetdump.agent.hostmessages import StatusArgs, StatusResult
 from fleetdump.agent.jsonl import encode_line
-from fleetdump.agent.protocol import (
-    CaptureSpec,
-    LaunchArgs,
-    LaunchResult,
-    RunProgress,
-    ServerSpec,
-    ShardInfo,
-    StatusArgs,
-    StatusResult,
-)
+from fleetdump.agent.runmessages import RunProgress, ShardInfo
 from fleetdump.agent.server import ServerRecord, save_record
+from fleetdump.agent.servermessages import LaunchArgs, LaunchResult
 from fleetdump.agent.share import Share, ShareSpec
+from fleetdump.agent.specs import CaptureSpec, ServerSpec
 from fleetdump.errors import ExitCode, FleetdumpError, HostError, UsageError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig

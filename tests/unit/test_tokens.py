@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fleetdump.agent.protocol import ServerSpec
+from fleetdump.agent.specs import ServerSpec
 from fleetdump.dataset.rows import read_rows
 from fleetdump.dataset.tokens import DataSize, measure
 from fleetdump.inventory import HostConfig

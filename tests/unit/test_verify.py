@@ -16,7 +16,8 @@ from extraction import StandIn, manifest_of
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.driver import work
 from fleetdump.agent.loop import Timing
-from fleetdump.agent.protocol import AgentFailure, Request, RunVerification, TapStatus, VerifyArgs, to_json
+from fleetdump.agent.protocol import AgentFailure, Request, to_json
+from fleetdump.agent.runmessages import RunVerification, TapStatus, VerifyArgs
 from fleetdump.agent.schedule import LEAST_ALLOWED, Sample, Schedule
 from fleetdump.agent.share import Share
 from fleetdump.agent.status import status
@@ -294,7 +295,7 @@ def test_the_taps_of_the_last_launch_are_told_and_no_others(host: StandIn) -> No
     put_status(host, a_status(host, pid=2, launch_id="00000000"))
     (host.state.root / "servers" / "main" / "tap-r1-3.json").write_text('{"half": ')
     assert [tap.pid for tap in taps_of(host.state, "main", host.launch_id)] == [1]
-    from fleetdump.agent.protocol import StatusArgs
+    from fleetdump.agent.hostmessages import StatusArgs
 
     assert [tap.queue_bytes for tap in status(StatusArgs(), context(host)).taps] == [60]
 

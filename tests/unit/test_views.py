@@ -11,20 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetdump.agent.protocol import (
-    Fault,
-    Finding,
-    LaunchForecast,
-    ModelFacts,
-    PatchState,
-    ProbeResult,
-    RunProgress,
-    SelfCheckResult,
-    ServerState,
-    StatusResult,
-    UnlockResult,
-    Vitals,
-)
+from fleetdump.agent.hostmessages import ModelFacts, ProbeResult, StatusResult, UnlockResult
+from fleetdump.agent.patchmessages import PatchState
+from fleetdump.agent.protocol import Finding
+from fleetdump.agent.runmessages import RunProgress, SelfCheckResult
+from fleetdump.agent.servermessages import Fault, LaunchForecast, ServerState, Vitals
 from fleetdump.diagnosis import Verdict
 from fleetdump.errors import HostError, UnreachableError, UsageError
 from fleetdump.tasks.changes import HostChanges

@@ -9,7 +9,7 @@ import pytest
 from fleetdump.agent.evidence_engine import LogFacts
 from fleetdump.agent.probes.logfile import LogReader
 from fleetdump.agent.probes.vllmlog import VllmLog
-from fleetdump.agent.protocol import PHASES
+from fleetdump.agent.specs import PHASES
 
 LINES = (
     ("imports", "(EngineCore_DP0 pid=7) INFO 11-28 03:10:01 [core.py:93] Initializing a V1 LLM engine (v0.18.0) with"),

@@ -16,8 +16,10 @@ from fleetdump.agent import detach, healthy, procfs, progress
 from fleetdump.agent import watch as watch_module
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.logmarks import parse_log
-from fleetdump.agent.protocol import PHASES, AgentFailure, HealthyProfile, Patience, Request, WatchArgs
+from fleetdump.agent.protocol import AgentFailure, Request
 from fleetdump.agent.server import ServerRecord, load_record, save_record
+from fleetdump.agent.servermessages import HealthyProfile, WatchArgs
+from fleetdump.agent.specs import PHASES, Patience
 from fleetdump.agent.watch import LogFollower, Situation, judge, watch
 
 MARK = "fleetdump tap 1"

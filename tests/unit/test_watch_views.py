@@ -8,17 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fleetdump.agent.hostmessages import StatusResult
 from fleetdump.agent.patching import read_state
-from fleetdump.agent.protocol import (
-    Fault,
-    HealthyProfile,
-    MonitorResult,
-    StatusResult,
-    TapStatus,
-    Vitals,
-    merged_profile,
-)
-from fleetdump.agent.protocol import ServerState as State
+from fleetdump.agent.runmessages import TapStatus
+from fleetdump.agent.servermessages import Fault, HealthyProfile, MonitorResult, Vitals, merged_profile
+from fleetdump.agent.servermessages import ServerState as State
 from fleetdump.errors import ExitCode
 from fleetdump.tasks.watch import exit_code, load_rates, slow_loaders
 from fleetdump.views import status as status_view

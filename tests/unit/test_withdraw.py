@@ -14,7 +14,8 @@ from extraction import StandIn, kill_driver, manifest_of, wait_for
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.drive import order, start_driver
 from fleetdump.agent.formats import RejectedLine
-from fleetdump.agent.protocol import AgentFailure, HeldArgs, OrderArgs, Request, VerifyArgs, WithdrawArgs
+from fleetdump.agent.protocol import AgentFailure, Request
+from fleetdump.agent.runmessages import HeldArgs, OrderArgs, VerifyArgs, WithdrawArgs
 from fleetdump.agent.schedule import Sample, Schedule
 from fleetdump.agent.share import Share
 from fleetdump.agent.verify import verify

@@ -16,7 +16,9 @@ from cases.table import CASES, Case
 
 from fleetdump.agent.evidence_files import write_files
 from fleetdump.agent.evidence_types import Evidence
-from fleetdump.agent.protocol import ServerState, StatusResult, from_json, to_json
+from fleetdump.agent.hostmessages import StatusResult
+from fleetdump.agent.protocol import from_json, to_json
+from fleetdump.agent.servermessages import ServerState
 from fleetdump.cli.status import _code as status_code
 from fleetdump.diagnosis import Verdict, anonymise, diagnose
 from fleetdump.diagnosis.codes import CODES
