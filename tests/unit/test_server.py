@@ -226,7 +226,6 @@ def test_what_is_missing_is_named_and_nothing_is_left_half_done(
     for spec in cases.values():
         assert failure(LaunchArgs(spec), ctx).error.code == "not_found"
     for spec in (
-        ServerSpec("../x", server.python, server.model_path, server.port),
         ServerSpec("main", server.python, server.model_path, server.port, args=["--port", "1"]),
         ServerSpec("main", server.python, server.model_path, server.port, args=["--tp=4"]),
         ServerSpec("main", server.python, server.model_path, server.port, args=["--data_parallel_s", "2"]),
@@ -523,7 +522,8 @@ def test_a_server_outlives_the_process_that_launched_it(server: ServerSpec, ctx:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path; from tests.unit.engineinstall import context\n"
-        "from fleetdump.agent.launch import launch\nfrom fleetdump.agent.protocol import *\n"
+        "from fleetdump.agent.launch import launch\nfrom fleetdump.agent.servermessages import LaunchArgs\n"
+        "from fleetdump.agent.specs import ServerSpec\n"
         "spec = ServerSpec('main', sys.argv[2], sys.argv[3], int(sys.argv[4]))\n"
         "launch(LaunchArgs(spec), context(Path(sys.argv[5])))\n"
     )
