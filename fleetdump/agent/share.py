@@ -28,6 +28,7 @@ from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import CANCEL, DRAIN, FINISHED, PAUSE, TOO_LONG, AgentFailure, CaptureSpec, RunProgress
 from fleetdump.agent.records import NOT_WRITABLE, broken, in_words, naming, read_advice, read_record
 from fleetdump.agent.schedule import Sample
+from fleetdump.agent.turn import Turn
 
 STOP_SECONDS = 5.0
 RESTARTS = "restarts.jsonl"
@@ -143,6 +144,11 @@ class Share:
     @property
     def log(self) -> Path:
         return self.root / "driver.log"
+
+    @property
+    def turn(self) -> Turn:
+        """To send to the share's server, which may have more shares of the run."""
+        return Turn(self.root.parent / f"{server_of(self.server)}.turn")
 
     def manifest_size(self) -> int:
         """Bytes of the manifest, 0 when there is none."""
