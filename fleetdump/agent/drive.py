@@ -99,11 +99,12 @@ def _order(args: OrderArgs, ctx: AgentContext) -> Order:
 
 
 def follow(args: FollowArgs, ctx: AgentContext) -> FollowResult:
-    """Stream the progress of every share of the run until all are finished or the deadline comes; one who only watches
-    is let go when no driver has lived for ``GONE_SECONDS``."""
-    shares = _require_shares(ctx.state, args.run)
+    """Stream the progress of every share of the run, also of those that come meanwhile, until all are finished (or
+    nearly so, see ``FollowArgs``) or the deadline comes; one who only watches is let go when no driver has lived for
+    ``GONE_SECONDS``."""
     worked_on = time.monotonic()
     while True:
+        shares = _require_shares(ctx.state, args.run)
         states = [share.progress() for share in shares]
         for share, progress in zip(shares, states):
             if args.revive and progress.state == "stopped":
@@ -111,10 +112,19 @@ def follow(args: FollowArgs, ctx: AgentContext) -> FollowResult:
             ctx.emit("progress", progress=progress)
         if args.revive or any(progress.state not in (*FINISHED, "stopped") for progress in states):
             worked_on = time.monotonic()
-        is_over = all(progress.state in FINISHED for progress in states)
+        is_over = all(progress.state in FINISHED for progress in states) or _end_soon(states, args.ahead)
         if is_over or time.monotonic() - worked_on > GONE_SECONDS or ctx.remaining() < 2 * args.interval:
             return FollowResult(states)
         time.sleep(args.interval)
+
+
+def _end_soon(states: List[RunProgress], seconds: float) -> bool:
+    """Whether all that is left will be done within that time."""
+    left = [progress for progress in states if progress.state not in (*FINISHED, "closing")]
+    return seconds > 0 and all(
+        progress.state == "running" and progress.tokens_per_second > 0 and progress.eta_seconds <= seconds
+        for progress in left
+    )
 
 
 def manifest(args: ManifestArgs, ctx: AgentContext) -> ManifestResult:

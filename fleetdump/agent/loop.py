@@ -118,6 +118,7 @@ class Loop:
         """Who paused the share, empty when nobody has."""
         self.leaves = False
         """Its host leaves the run: also what was begun is given away."""
+        self.turn = share.turn
         self.threads = Threads()
         self.attempts: BinaryIO = open_lines(share.attempts)
         self._paused_until = 0.0
@@ -132,7 +133,7 @@ class Loop:
 
     def run(self) -> None:
         """Work to the end."""
-        with self.attempts:
+        with self.attempts, self.turn:
             while self.open or self.rejects or self._committing:
                 self.step()
             self.reporter.progress.in_flight = 0
@@ -450,9 +451,25 @@ class Loop:
 
     def _look_for_server(self, now: float) -> None:
         if self.launch is None and not self._probing and now >= self._next_probe:
+            if not self._is_our_turn():
+                return
             self._probing = True
             self._next_probe = now + self.timing.probe
             self.threads.run(lambda: probe(self.state, self.spec.server, self.spec.capture))
+
+    def _is_our_turn(self) -> bool:
+        try:
+            if self.turn.take():
+                return True
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            self._pause(f"{error.filename}: {error.strerror}")
+            self._next_probe = self._paused_until
+            return False
+        self.detail = "next: another share of the run is at work on this server"
+        self.reporter.forget_rate()
+        return False
 
     def _look_at_taps(self, now: float) -> None:
         """Slow down before a forward has to wait for the disk."""

@@ -39,6 +39,10 @@ class Reporter:
         self.progress.retries += 1
         self.progress.last_error = f"{attempt}: {outcome}: {why}".encode("utf-8", "replace").decode()[:ERROR_LENGTH]
 
+    def forget_rate(self) -> None:
+        """Nothing could be done until now: it says nothing of how fast the server is."""
+        self._rates.clear()
+
     def report(self, state: str, detail: str, committer: Optional[Committer] = None) -> None:
         """Write the file when a second has passed since the last time, or the state is another."""
         now = time.monotonic()

@@ -215,11 +215,13 @@ class HeldResult:
 @dataclass
 class FollowArgs:
     """Stream ``progress`` events of a run on this host until every share is done or failed, or the deadline.
-    ``revive``: start dead drivers again; without it the stream ends too when nobody has started them for a while."""
+    ``revive``: start dead drivers again; without it the stream ends too when nobody has started them for a while.
+    ``ahead``: end that many seconds before the servers will have nothing to do, by the shares' rates; 0 for not."""
 
     run: str
     interval: float = 1.0
     revive: bool = True
+    ahead: float = 0.0
 
 
 @dataclass

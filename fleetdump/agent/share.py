@@ -30,6 +30,7 @@ from fleetdump.agent.records import NOT_WRITABLE, broken, in_words, naming, read
 from fleetdump.agent.runmessages import CANCEL, DRAIN, FINISHED, PAUSE, TOO_LONG, RunProgress
 from fleetdump.agent.schedule import Sample
 from fleetdump.agent.specs import CaptureSpec
+from fleetdump.agent.turn import Turn
 
 STOP_SECONDS = 5.0
 RESTARTS = "restarts.jsonl"
@@ -145,6 +146,11 @@ class Share:
     @property
     def log(self) -> Path:
         return self.root / "driver.log"
+
+    @property
+    def turn(self) -> Turn:
+        """To send to the share's server, which may have more shares of the run."""
+        return Turn(self.root.parent / f"{server_of(self.server)}.turn")
 
     def manifest_size(self) -> int:
         """Bytes of the manifest, 0 when there is none."""

@@ -30,7 +30,7 @@ from fleetdump.tasks.extract import (
     targets_of,
 )
 from fleetdump.tasks.intake import taking_in
-from fleetdump.tasks.rebalance import Balancer, require_server, serves
+from fleetdump.tasks.rebalance import START_SECONDS, Balancer, require_server, serves
 from fleetdump.tasks.rejected import write_rejected
 from fleetdump.tasks.supervise import Policy, Supervisor
 from fleetdump.tasks.survey import is_cancelled, require_not_cancelled, shares_on, survey
@@ -79,6 +79,11 @@ class End:
     shares: list[RunProgress]
     left_over: int = 0
 
+    @property
+    def exit_code(self) -> ExitCode:
+        """Of the command: a run of which samples are left over is not done."""
+        return worst([self.code, ExitCode.FAILED]) if self.left_over else self.code
+
 
 def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Run) -> ExitCode:
     """Hand out the shares and, unless detached, watch them being worked on."""
@@ -91,8 +96,7 @@ def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Ru
         if run.detach:
             end = _hand_out(options, [host for host in hosts if host.name in with_shares], plan, run, ledger)
         else:
-            unclaimed = set(with_shares) if plan.resumed else set()
-            balancer = Balancer(run.name, ledger, lambda ids: Share(rows.lines(ids)), with_shares, unclaimed, knows_all)
+            balancer = Balancer(run.name, ledger, lambda ids: Share(rows.lines(ids)), set(with_shares), knows_all)
             balancer.patience = run.watching.patience
             # A host without a share joins the run: it takes over from the others.
             end = _watch(
@@ -106,7 +110,7 @@ def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Ru
         watch_it = f"fleetdump attach --run {run.name}, or the same command without --detach, which also moves work"
         next_step = watch_it if run.detach else "fleetdump collect --data"
         err.print(f"run {run.name} {'is under way' if run.detach else 'is done'}; next: {next_step}", markup=False)
-    return worst([end.code, ExitCode.FAILED]) if end.left_over else end.code
+    return end.exit_code
 
 
 def _report(options: FleetOptions) -> Report:
@@ -218,16 +222,32 @@ class Members:
 
     def _take_part(self, host: Host, returns: bool) -> list[RunProgress]:
         states, more = self._return(host) if returns else self._begin(host)
+        self.balancer.has_told(host.config.name)
         while True:
             if more is not None:
-                states = [*states, *self._hand_over(host, more)]
-            if any(share.state not in FINISHED for share in states):
-                states = follow(host, self.run.name, lambda _, progress: self._note(host, progress))
-            if any(share.state == "failed" for share in states):
+                states = [*states, *self._hand_over(host, more, states)]
+            states, more = self._follow(host, states)
+            if any(share.state == "failed" for share in states) and more is None:
                 return states
-            more = self.balancer.wait_for_work(host) if states or serves(host) else None
+            if more is None and (states or serves(host)):
+                more = self.balancer.wait_for_work(host)
             if more is None:
                 return states
+
+    def _follow(self, host: Host, states: list[RunProgress]) -> tuple[list[RunProgress], RunPlan | None]:
+        """To the end of the host's shares; or only until it has something to take over, shortly before that end."""
+        more = None
+        if not _is_over(states):
+            states = self._states(host, ahead=START_SECONDS)
+        if not _is_over(states) and all(share.state != "failed" for share in states):
+            more = self.balancer.ask(host)
+        if more is None and not _is_over(states):
+            states = self._states(host)
+        return states, more
+
+    def _states(self, host: Host, ahead: float = 0.0) -> list[RunProgress]:
+        """The host's shares when they have ended, or so many seconds before."""
+        return follow(host, self.run.name, lambda _, progress: self._note(host, progress), ahead=ahead)
 
     def _begin(self, host: Host) -> tuple[list[RunProgress], RunPlan | None]:
         """The host's own shares, and what they once gave away to nobody."""
@@ -257,8 +277,9 @@ class Members:
         self.supervisor.note(host, progress)
         self.view.update(host.config.name, progress)
 
-    def _hand_over(self, host: Host, plan: RunPlan) -> list[RunProgress]:
-        """``submit`` what the host takes over; what it refuses goes to the next one that asks."""
+    def _hand_over(self, host: Host, plan: RunPlan, own: Sequence[RunProgress]) -> list[RunProgress]:
+        """``submit`` what the host takes over; what it refuses goes to the next one that asks, and then the host still
+        ends what it has of its ``own``."""
         name = host.config.name
         self._handed[name] = plan
         try:
@@ -266,9 +287,15 @@ class Members:
         except HostError:
             self.balancer.give_back(plan)
             del self._handed[name]
+            if not _is_over(own):
+                self._states(host)
             raise
         del self._handed[name]
         return states
+
+
+def _is_over(shares: Sequence[RunProgress]) -> bool:
+    return all(share.state in FINISHED for share in shares)
 
 
 def _joining_later(options: FleetOptions, run: Run) -> Callable[[], list[HostConfig]]:

@@ -229,16 +229,22 @@ def _patch_of(facts: ProbeResult, server: str) -> str:
 
 @task
 def follow(
-    host: Host, run: str, on_progress: Callable[[str, RunProgress], None], *, revive: bool = True
+    host: Host,
+    run: str,
+    on_progress: Callable[[str, RunProgress], None],
+    *,
+    revive: bool = True,
+    ahead: float = 0.0,
 ) -> list[RunProgress]:
     """Watch the host's shares of the run until all are done or failed; ``on_progress`` gets the host's name and each
-    share's state every second. Drivers that died are started again, unless told not to."""
+    share's state every second. Drivers that died are started again, unless told not to. With ``ahead`` it ends so many
+    seconds before the host will have nothing to do."""
 
     def on_event(event: dict[str, object]) -> None:
         if event.get("event") == "progress":
             on_progress(host.config.name, from_json(RunProgress, event["progress"]))
 
-    args = FollowArgs(run, revive=revive)
+    args = FollowArgs(run, revive=revive, ahead=ahead)
     return host.call(args, FollowResult, verb="follow", on_event=on_event, deadline=FOLLOW_SECONDS).shares
 
 

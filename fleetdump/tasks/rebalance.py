@@ -1,6 +1,7 @@
-"""While a controller is attached: a host that has nothing left takes over what others have not begun.
+"""While a controller is attached: a host that soon has nothing left takes over what others have not begun.
 
-Whoever is done asks for work; the share that would take longest gives so much that both would end together. Its driver
+Whoever will be done in some seconds asks for work, so that its server never rests; the share that would take longest
+gives so much that both would end together, and who has got it begins with it when its own is done. The giving driver
 withdraws the samples first, durable on its host, so that they are worked on by one server alone. A host whose server is
 dead, or that alone is paused, has no rate: it gives everything that it has not begun. One that is drained does so at
 once, whether somebody waits for it or not. A host that joins has nothing to begin with, and so takes over at once.
@@ -34,8 +35,8 @@ WITHDRAW_DEADLINE = 60.0
 LEAST_SECONDS = 20.0
 """What a share would end with by itself within so long stays where it is."""
 START_SECONDS = 8.0
-"""From the last sample of who is done to its first one of what it has taken over: its shards close, the samples are
-withdrawn and tokenised, a driver starts."""
+"""From when a host asks for work to its first sample of what it has taken over: the samples are withdrawn, sent and
+tokenised, a driver starts. So long before its own work ends it asks."""
 STARTING = ("tokenising", "running")
 FRESH_SECONDS = 60.0
 """For so long a share that has done nothing yet is thought to be as fast as its host was before: else it would be taken
@@ -115,26 +116,26 @@ class Known:
         return self.left / self.rate if self.rate else float("inf")
 
 
-def fair_part(known: Known, rate: float) -> int:
+def fair_part(known: Known, rate: float, busy: float = 0.0) -> int:
     """Tokens of a share with which it and one who takes them over at ``rate`` tokens a second end together; all of
-    them where nobody works. Who takes them over begins ``START_SECONDS`` from now, and is given so much less."""
+    them where nobody works. Who takes them over has work of its own for ``busy`` seconds and cannot begin before
+    ``START_SECONDS`` from now, and is given so much less."""
     if not known.rate:
         return max(1, int(known.left))
-    return int(max(0.0, known.left - START_SECONDS * known.rate) * rate / (rate + known.rate))
+    return int(max(0.0, known.left - max(START_SECONDS, busy) * known.rate) * rate / (rate + known.rate))
 
 
 @dataclass
 class Balancer:
     """Moves samples between the shares of one run; used by the threads of all hosts. ``share_of`` makes a share of ids,
-    ``pending`` are hosts that have shares and have not said yet how much is left of them, ``unclaimed`` those that were
-    not asked yet what they gave away to nobody. ``knows_all``: every host has told which samples it has; otherwise what
-    was given away earlier may be in the hands of one that has not."""
+    ``pending`` are hosts that have shares and have not said yet how much is left of them, or what they gave away to
+    nobody. ``knows_all``: every host has told which samples it has; otherwise what was given away earlier may be in the
+    hands of one that has not."""
 
     run: str
     ledger: Ledger
     share_of: Callable[[Sequence[str]], Share]
     pending: set[str] = field(default_factory=set)
-    unclaimed: set[str] = field(default_factory=set)
     knows_all: bool = True
     least_seconds: float = LEAST_SECONDS
     patience: float = PATIENCE_SECONDS
@@ -155,7 +156,6 @@ class Balancer:
         name = host.config.name
         is_fresh = self._is_fresh(name, progress)
         known = self._known[name, progress.server] = Known(progress, host, is_fresh, self._best_rate.get(name, 0.0))
-        self.pending.discard(name)
         self._best_rate[name] = max(self._best_rate.get(name, 0.0), progress.tokens_per_second)
         if known.leaves and known.is_busy and self._may_ask(known):
             self._asked[known.target] = time.monotonic()
@@ -167,10 +167,13 @@ class Balancer:
         begins = progress.state in STARTING and not progress.tokens_done and not progress.dead_launch
         return begins and time.monotonic() - seen < FRESH_SECONDS
 
+    def has_told(self, name: str) -> None:
+        """That host has said all that it has."""
+        self.pending.discard(name)
+
     def forget(self, name: str) -> None:
         """That host has ended: nothing can be asked of it."""
         self.pending.discard(name)
-        self.unclaimed.discard(name)
         for target in [target for target in self._known if target[0] == name]:
             del self._known[target]
 
@@ -212,23 +215,44 @@ class Balancer:
     def wait_for_work(self, host: Host) -> RunPlan | None:
         """What the host, which has nothing to do, takes over now; None when all others are done or nearly so, or when
         the host is to do nothing more."""
-        while not any(known.leaves for known in self._of(host.config.name)):
-            with self._lock:
-                others = self._busy_beside(host)
-                victims = [known for known in others if self._may_give(known)]
-                if (victims or self._homeless or self._given_up()) and not any(known.run_rests for known in others):
-                    # The host is done, and so no longer followed: it may have been told something since.
-                    told = [share for share in shares_on(host, self.run) if share.order]
-                    if any(not share.whole_run for share in told):
-                        return None
-                    plan = None if told else self._next_plan(host, victims)
-                    if plan is not None:
-                        return plan
-            waits = self.pending or self.unclaimed
-            if not (others or self._away) and not (waits and time.monotonic() - self._began < JOIN_SECONDS):
+        while True:
+            plan = self.ask(host)
+            if plan is not None or self._is_out(host.config.name):
+                return plan
+            others = self._busy_beside(host) or self._away
+            if not others and not (self.pending and time.monotonic() - self._began < JOIN_SECONDS):
                 return None
             time.sleep(LOOK_SECONDS)
-        return None
+
+    def ask(self, host: Host) -> RunPlan | None:
+        """What the host takes over now, if there is anything; it may have work of its own for some seconds. One that
+        turns out to have so much that others may ask it for some takes nothing."""
+        name = host.config.name
+        with self._lock:
+            others = self._busy_beside(host)
+            victims = [known for known in others if self._may_give(known)]
+            is_there = victims or self._homeless or self._given_up()
+            if not is_there or self._is_out(name) or any(known.run_rests for known in others):
+                return None
+            # It is not followed just now: it may have been told something since.
+            shares = shares_on(host, self.run)
+            for share in shares:
+                self.note(host, share)
+            if any(share.order for share in shares) or self._seconds(name) >= self.least_seconds:
+                return None
+            return self._next_plan(host, victims)
+
+    def _is_out(self, name: str) -> bool:
+        """Whether that host alone was told to pause, to leave or to cancel: it takes nothing."""
+        return any(known.progress.order and not known.progress.whole_run for known in self._of(name))
+
+    def _seconds(self, name: str) -> float:
+        """Until that host has nothing to do. A server has its shares one after the other."""
+        by_server: dict[str, float] = {}
+        for known in self._of(name):
+            server = server_of(known.progress.server)
+            by_server[server] = by_server.get(server, 0.0) + (known.seconds if known.is_busy else 0.0)
+        return max(by_server.values(), default=0.0)
 
     def _next_plan(self, host: Host, victims: Sequence[Known]) -> RunPlan | None:
         while self._homeless:
@@ -270,11 +294,8 @@ class Balancer:
     def reclaim(self, host: Host, shares: Sequence[str]) -> RunPlan | None:
         """What the host's shares gave away to a controller that died before it gave them on: the host's own again; or,
         when the host was told to leave, that of the next one that asks for work."""
-        try:
-            with self._lock:
-                return self._reclaim(host, shares) if self.knows_all else None
-        finally:
-            self.unclaimed.discard(host.config.name)
+        with self._lock:
+            return self._reclaim(host, shares) if self.knows_all else None
 
     def _reclaim(self, host: Host, shares: Sequence[str]) -> RunPlan | None:
         leaves = any(share.order and not share.whole_run for share in shares_on(host, self.run))
@@ -307,7 +328,8 @@ class Balancer:
         return time.monotonic() - self._asked.get(known.target, -ASK_SECONDS) >= ASK_SECONDS
 
     def _take_over(self, host: Host, known: Known) -> RunPlan | None:
-        tokens = fair_part(known, self._best_rate.get(host.config.name) or known.rate or 1.0)
+        name = host.config.name
+        tokens = fair_part(known, self._best_rate.get(name) or known.rate or 1.0, self._seconds(name))
         if not tokens:
             return None
         try:
@@ -345,4 +367,6 @@ class Balancer:
         number = next(n for n in range(1, 1_000_000) if f"{server}.{n}" not in taken)
         share, target = self.share_of(ids), (name, f"{server}.{number}")
         self.ledger.move(ids, *target, share.sha256)
+        # Until its host says how it stands: others must not think that all is done, and leave.
+        self.note(host, RunProgress(self.run, target[1], "tokenising", samples=len(ids)))
         return RunPlan(self.run, {target: share}, len(ids), [], resumed=True)

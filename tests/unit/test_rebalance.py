@@ -15,13 +15,15 @@ import pytest
 from fleetdump.agent.formats import RejectedLine
 from fleetdump.agent.runmessages import HeldResult, RunProgress, WithdrawArgs, WithdrawResult
 from fleetdump.cli import _driving
-from fleetdump.errors import HostError, UnreachableError, UsageError
-from fleetdump.fleet import Host
+from fleetdump.cli._fleet import FleetOptions
+from fleetdump.errors import ExitCode, HostError, UnreachableError, UsageError
+from fleetdump.fleet import Host, Outcome
 from fleetdump.ledger import Ledger, Planned
 from fleetdump.tasks import rebalance
 from fleetdump.tasks.attendance import Attendance
 from fleetdump.tasks.extract import ExtractSettings, RunPlan
 from fleetdump.tasks.rebalance import START_SECONDS, Balancer, Known, fair_part
+from fleetdump.tasks.supervise import Policy
 from fleetdump.tasks.survey import require_not_cancelled, survey
 
 
@@ -150,7 +152,7 @@ def test_what_was_given_away_to_nobody_is_given_on_only_when_every_host_has_told
 def test_what_a_leaving_host_gave_to_nobody_goes_to_another_whenever_that_asks(balancer: Balancer) -> None:
     """The controller died between taking it and giving it on: the leaving host's share is done then, and rests."""
     slow, fast = Answering("slow", [done("pause")], given=SLOW), Answering("fast", [done()])
-    balancer.unclaimed.add("slow")
+    balancer.pending.add("slow")
     balancer.note(slow.host, done("pause"))
     with pytest.raises(Waited):
         balancer.wait_for_work(fast.host)
@@ -372,11 +374,14 @@ def test_a_run_that_was_cancelled_where_one_host_was_away_is_not_taken_up(
     assert _driving._look_around(cast(Any, options), [], "r", ledger)
 
 
+@pytest.mark.parametrize("busy", [0.0, 5.0, 15.0])
 @pytest.mark.parametrize(("rate", "mine"), [(1.0, 1.0), (0.25, 1.0), (100.0, 2500.0)])
-def test_giver_and_taker_end_together_though_the_taker_starts_later(rate: float, mine: float) -> None:
+def test_giver_and_taker_end_together_though_the_taker_starts_later(rate: float, mine: float, busy: float) -> None:
     share = RunProgress("r", "main", "running", tokens=int(400 * rate), tokens_per_second=rate)
-    given = fair_part(Known(share, cast(Host, Answering("slow"))), mine)
-    assert START_SECONDS + given / mine == pytest.approx((share.tokens - given) / rate, abs=2 / min(rate, mine))
+    given = fair_part(Known(share, cast(Host, Answering("slow"))), mine, busy)
+    assert max(START_SECONDS, busy) + given / mine == pytest.approx(
+        (share.tokens - given) / rate, abs=2 / min(rate, mine)
+    )
 
 
 def test_who_has_no_rate_gives_all_and_who_is_nearly_done_nothing() -> None:
@@ -433,8 +438,130 @@ def test_a_share_that_has_just_begun_does_not_give_all_away(
     assert taken(balancer.wait_for_work(fast.host)) == [("fast", "main.1")]
     assert slow.tokens == [int((4000 - START_SECONDS * 10.0) / 2)], "it will be as fast as its host was before"
 
+    fast.shares.append(done(server="main.1"))
     now[0] += rebalance.FRESH_SECONDS
     balancer.note(slow.host, share_named("main.1", rate=0.0))
     slow.gives = ["d"]
     assert taken(balancer.wait_for_work(fast.host)) == [("fast", "main.2")]
     assert slow.tokens[-1] == 4000, "its server must be dead"
+
+
+# --------------------------------------------------------------------------- before the own work ends
+def nearly(left: int, rate: float = 10.0, server: str = "main") -> RunProgress:
+    return RunProgress("r", server, "running", tokens=1000 + left, tokens_done=1000, tokens_per_second=rate)
+
+
+def test_who_asks_before_its_end_is_given_less_by_what_it_has_to_do(balancer: Balancer) -> None:
+    slow, fast = Asked("slow", gives=SLOW), Answering("fast", [nearly(100), nearly(50, server="main.9")])
+    balancer.note(slow.host, busy(rate=1.0))
+    assert taken(balancer.ask(fast.host)) == [("fast", "main.1")]
+    assert slow.tokens == [int((4000 - 15.0 * 1.0) * 10 / 11)], "its shares are done one after the other, in 15 s"
+
+
+@pytest.mark.parametrize("own", [nearly(500), nearly(100, rate=0.0)])
+def test_who_has_become_slow_takes_nothing(balancer: Balancer, own: RunProgress) -> None:
+    slow, fast = Asked("slow", gives=SLOW), Answering("fast", [own])
+    balancer.note(fast.host, nearly(50))
+    balancer.note(slow.host, busy())
+    assert balancer.ask(fast.host) is None
+    assert slow.tokens == []
+
+
+def test_what_waits_for_its_turn_is_given_on_when_its_host_has_become_slow(
+    balancer: Balancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sample of it was begun, so that all of it is the next one's that asks."""
+    now = [1000.0]
+    monkeypatch.setattr(rebalance.time, "monotonic", lambda: now[0])
+    slow, fast, third = Answering("slow", gives=SLOW), Answering("fast", [nearly(50)]), Answering("third", [done()])
+    balancer.note(slow.host, busy())
+    assert taken(balancer.ask(fast.host)) == [("fast", "main.1")]
+    balancer.forget("slow")
+    now[0] += rebalance.FRESH_SECONDS
+    balancer.note(fast.host, nearly(50, rate=0.1))
+    balancer.note(fast.host, share_named("main.1", rate=0.0))
+    fast.gives = SLOW
+    assert taken(balancer.wait_for_work(third.host)) == [("third", "main.1")]
+    assert [balancer.ledger.homes()[name] for name in SLOW] == [("third", "main.1")] * 2
+
+
+def test_nobody_leaves_while_what_was_taken_over_is_on_its_way(balancer: Balancer) -> None:
+    slow, fast = Answering("slow", gives=SLOW), Answering("fast", [done()])
+    balancer.note(slow.host, busy())
+    assert balancer.wait_for_work(fast.host) is not None
+    balancer.forget("slow")
+    with pytest.raises(Waited):
+        balancer.wait_for_work(Answering("third", [done()]).host)
+
+
+def test_a_host_takes_over_before_its_end_and_is_then_followed_to_the_end(
+    balancer: Balancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = Answering("slow", gives=SLOW), Answering("fast", [nearly(50)])
+    balancer.note(slow.host, busy())
+    work = members(balancer, monkeypatch, [fast]).work
+    steps: list[str] = []
+
+    def follow(host: Answering, run: str, note: Callable[..., None], *, ahead: float = 0.0) -> list[RunProgress]:
+        steps.append("until shortly before the end" if ahead == START_SECONDS else "to the end")
+        if not ahead:
+            host.shares = [done(server=share.server) for share in host.shares]
+        for share in host.shares:
+            note("fast", share)
+        return host.shares
+
+    def submit(host: Answering, plan: RunPlan, *_: object) -> list[RunProgress]:
+        steps.extend(f"takes {share}" for _, share in plan.shares)
+        host.shares = [*host.shares, *(nearly(50, server=share) for _, share in plan.shares)]
+        return host.shares
+
+    monkeypatch.setattr(_driving, "follow", follow)
+    monkeypatch.setattr(_driving, "submit", submit)
+    monkeypatch.setattr(balancer, "wait_for_work", lambda _: None)
+    assert [share.state for share in work(fast.host)] == ["done", "done"]
+    ahead = "until shortly before the end"
+    assert steps == [ahead, "takes main.1", ahead, "to the end"]
+
+
+def test_who_refuses_what_it_asked_for_still_ends_its_own(balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = Answering("slow", gives=SLOW), Answering("fast", [nearly(50)])
+    balancer.note(slow.host, busy())
+    work = members(balancer, monkeypatch, [fast]).work
+    followed: list[float] = []
+
+    def follow(host: Answering, run: str, note: object, *, ahead: float) -> list[RunProgress]:
+        followed.append(ahead)
+        return host.shares
+
+    def refuse(host: Answering, plan: RunPlan, *_: object) -> list[RunProgress]:
+        if plan.shares:
+            raise HostError("only 3 MiB are free", host.name)
+        return host.shares
+
+    monkeypatch.setattr(_driving, "follow", follow)
+    monkeypatch.setattr(_driving, "submit", refuse)
+    with pytest.raises(HostError, match="only 3 MiB"):
+        work(fast.host)
+    assert followed == [START_SECONDS, 0.0]
+    assert balancer.left_over() == 2
+
+
+# --------------------------------------------------------------------------- what no host has
+@pytest.mark.parametrize(("done_here", "rejected", "left_over"), [(3, 1, 0), (3, 0, 1)])
+def test_a_run_is_not_done_when_its_hosts_are_and_a_sample_is_with_none_of_them(
+    balancer: Balancer, monkeypatch: pytest.MonkeyPatch, done_here: int, rejected: int, left_over: int
+) -> None:
+    """Whatever was forgotten on the way: what the hosts say they have done must add up to what was planned."""
+    share = RunProgress("r", "main", "done", 4, done_here, rejected)
+
+    def fan_out(*_: object, on_outcome: Callable[[str, Outcome[list[RunProgress]]], None], **__: object) -> None:
+        on_outcome("slow", Outcome([share], None, 1.0))
+
+    monkeypatch.setattr(_driving, "fan_out", fan_out)
+    run = cast(Any, SimpleNamespace(name="r", folder=Path("nowhere"), settings=ExtractSettings(), seated=False))
+    run.watching = _driving.Watching(Policy(), 600.0, ())
+    plan = RunPlan("r", {}, 4, [], resumed=False)
+    options = FleetOptions(Path("inventory.yaml"), (), (), False, False, False, 1)
+    end = _driving._watch(options, [cast(Any, Answering("slow").config)], plan, run, balancer)
+    assert (end.code, end.left_over) == (ExitCode.OK, left_over)
+    assert end.exit_code == (ExitCode.FAILED if left_over else ExitCode.OK)
