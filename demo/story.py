@@ -95,9 +95,9 @@ class Command:
         return f"{self._out.read_text(errors='replace')[-3000:]}\nlog: {self._err}"
 
     def record(self) -> dict[str, Any]:
-        """The one host's JSON record; ``collect`` adds one of the whole run."""
+        """The one host's JSON record: no event, and not what ``collect`` says of the whole run."""
         lines = [json.loads(line) for line in self._out.read_text().splitlines() if line.strip()]
-        records: list[dict[str, Any]] = [line for line in lines if "host" in line]
+        records: list[dict[str, Any]] = [line for line in lines if "host" in line and "event" not in line]
         if len(records) != 1:
             raise StoryError(f"expected one host's JSON record, got {len(records)}\n{self.output()}")
         return records[0]
