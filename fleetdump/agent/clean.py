@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 from pathlib import Path
-from typing import List, Set
+from typing import Callable, Iterator, List, Optional, Set
 
 from fleetdump.agent import engine, patching, patchrecord
 from fleetdump.agent.context import AgentContext
@@ -16,7 +16,7 @@ from fleetdump.agent.hostmessages import CleanArgs, CleanResult
 from fleetdump.agent.jsonl import open_journal, read_lines
 from fleetdump.agent.launch import made_dirs
 from fleetdump.agent.ownership import OwnFiles, holds_files, knows_run, own_files, rank_files
-from fleetdump.agent.protocol import AgentFailure
+from fleetdump.agent.protocol import AgentError, AgentFailure
 from fleetdump.agent.removal import Removal
 from fleetdump.agent.server import living, load_records
 from fleetdump.agent.share import Share, runs_of, shares_of
@@ -30,12 +30,12 @@ def clean(args: CleanArgs, ctx: AgentContext) -> CleanResult:
     still have shards are kept, with their state. No server lives by then, so drivers have nothing to do and are ended.
     Raises ``AgentFailure`` conflict while a server of ours lives, a patch of ours is applied or, with ``args.data`` and
     outside of ``args.discard``, a sample exists here alone."""
-    if args.dry_run:  # whether it may go is only decided when it is to
-        return _clean(args, ctx, Removal(dry_run=True))
-    _refuse_living(ctx)
-    if not args.runs:
-        _refuse_patched(args, ctx)
-    _refuse_uncollected(args, ctx)  # before a driver is ended: a refusal changes nothing
+    if args.dry_run:
+        result = _clean(args, ctx, Removal(dry_run=True))
+        result.obstacles = list(_obstacles(args, ctx))
+        return result
+    for check in _checks(args):
+        check(args, ctx)  # before a driver is ended: a refusal changes nothing
     with contextlib.ExitStack() as claims:
         _stop_drivers(args, ctx, claims)
         _refuse_uncollected(args, ctx)  # and again, now that nobody can commit
@@ -63,7 +63,29 @@ def _clean(args: CleanArgs, ctx: AgentContext, removal: Removal) -> CleanResult:
 
 
 # --------------------------------------------------------------------------- what stands in the way
-def _refuse_living(ctx: AgentContext) -> None:
+def _checks(args: CleanArgs) -> List[Callable[[CleanArgs, AgentContext], None]]:
+    of_host = [] if args.runs else [_refuse_patched]
+    return [_refuse_living, *of_host, _refuse_uncollected]
+
+
+def _obstacles(args: CleanArgs, ctx: AgentContext) -> Iterator[AgentError]:
+    for check in _checks(args):
+        error = _obstacle(check, args, ctx)
+        if error is not None:
+            yield error
+
+
+def _obstacle(
+    check: Callable[[CleanArgs, AgentContext], None], args: CleanArgs, ctx: AgentContext
+) -> Optional[AgentError]:
+    try:
+        check(args, ctx)
+    except AgentFailure as failure:
+        return failure.error
+    return None
+
+
+def _refuse_living(_: CleanArgs, ctx: AgentContext) -> None:
     servers = [record for record in load_records(ctx.state) if living(record)]
     if servers:
         names = ", ".join(f"{record.name} (pid {record.pid})" for record in servers)

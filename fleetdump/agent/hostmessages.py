@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional
 
 from fleetdump.agent.patchmessages import PatchState
-from fleetdump.agent.protocol import Finding
+from fleetdump.agent.protocol import AgentError, Finding
 from fleetdump.agent.runmessages import CollectedShare, RunProgress, TapStatus
 from fleetdump.agent.servermessages import HealthyProfile, ServerState
 from fleetdump.agent.specs import Interpreter, PatchSpec, ServerSpec
@@ -238,8 +238,10 @@ class CleanArgs:
 
 @dataclass
 class CleanResult:
-    """What was removed (or would be) and what was left, with the reason."""
+    """What was removed (or would be) and what was left, with the reason. ``obstacles``: of a dry run, why the real one
+    would be refused."""
 
     removed: List[str] = field(default_factory=list)
     kept: List[str] = field(default_factory=list)
     freed_bytes: int = 0
+    obstacles: List[AgentError] = field(default_factory=list)

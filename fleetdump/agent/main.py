@@ -23,8 +23,8 @@ from fleetdump.agent.watchdog import Watchdog
 
 class Verb(NamedTuple):
     """``target`` is ``module:function`` below ``fleetdump.agent``, imported on use; a verb that ``mutates`` the host
-    holds its lock and is audited; an ``urgent`` one does its work even where the disk takes neither lock nor audit, and
-    while another operator's deploy has the host."""
+    holds its lock and is audited, unless its ``dry_run`` is set; an ``urgent`` one does its work even where the disk
+    takes neither lock nor audit, and while another operator's deploy has the host."""
 
     args: type
     target: str
@@ -116,7 +116,7 @@ def dispatch(ctx: AgentContext) -> Any:
     require_names(args)
     module, _, function = verb.target.partition(":")
     call = getattr(importlib.import_module(f"fleetdump.agent.{module}"), function)
-    if not verb.mutates:
+    if not verb.mutates or getattr(args, "dry_run", False):
         return call(args, ctx)
     if not verb.urgent:
         lease.respect(ctx)

@@ -8,6 +8,7 @@ import click
 
 from fleetdump.agent.hostmessages import CleanResult
 from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, lock_wait_option, run
+from fleetdump.errors import ExitCode
 from fleetdump.tasks.clean import CleanPlan
 from fleetdump.tasks.clean import clean as clean_on
 from fleetdump.tasks.extract import require_run_name
@@ -21,6 +22,13 @@ def _show(host: str, result: CleanResult, done: str) -> None:
         out.print(f"  {path}", markup=False)
     for kept in result.kept:
         out.print(f"  kept {kept}", markup=False)
+    for error in result.obstacles:
+        why = f" ({error.why})" if error.why else ""
+        out.print(f"  it would be refused: {error.what}: {error.where}{why}; next: {error.next_step}", markup=False)
+
+
+def _code(result: CleanResult) -> ExitCode:
+    return ExitCode.FAILED if result.obstacles else ExitCode.OK
 
 
 @click.command(short_help="Remove everything of ours from the hosts.")
@@ -31,7 +39,7 @@ def _show(host: str, result: CleanResult, done: str) -> None:
     metavar="RUN",
     help="With --data: give up the samples of this run that were not collected.",
 )
-@click.option("--check", "dry_run", is_flag=True, help="Only list what is ours on the hosts; remove nothing.")
+@click.option("--check", "dry_run", is_flag=True, help="Only list what would go, and what stands in the way.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @lock_wait_option
 @fleet_options
@@ -54,6 +62,7 @@ def clean(options: FleetOptions, data: bool, discard: tuple[str, ...], dry_run: 
         Verb(
             "clean",
             lambda host, result: _show(host, result, done),
+            code=_code,
             deadline=400.0,
             interrupted=show_look_cut if dry_run else None,
         ),

@@ -16,7 +16,7 @@ from fleetdump.tasks._task import task
 @dataclass(frozen=True)
 class CleanPlan:
     """``data``: the shards too. ``discard``: runs whose samples may go though they were not collected. ``dry_run``:
-    only list what would go."""
+    only list what would go, and what would have it refused."""
 
     data: bool = False
     discard: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ def clean(host: Host, runs_dir: Path, plan: CleanPlan | None = None) -> CleanRes
         capture_dirs=[host.config.capture.dir] if host.config.capture.dir else [],
         interpreters=interpreters(host.config.servers),
         data=plan.data,
-        collected=_collected(host, runs_dir) if plan.data and not plan.dry_run else [],
+        collected=_collected(host, runs_dir) if plan.data else [],
         discard=list(plan.discard),
         dry_run=plan.dry_run,
     )

@@ -431,7 +431,7 @@ def test_a_list_changes_nothing_and_names_exactly_what_goes(tmp_path: Path, data
     assert everything(tmp_path) == before
     done = clean(args, ctx)
 
-    assert (listed.removed, listed.kept) == (done.removed, done.kept)
+    assert (listed.removed, listed.kept, listed.obstacles) == (done.removed, done.kept, [])
     assert done.removed or done.kept
     assert listed.freed_bytes <= done.freed_bytes  # the claims of the drivers come between
     assert not [path for path in listed.removed if Path(path).exists()]
@@ -446,4 +446,20 @@ def test_a_list_is_made_while_a_server_writes_and_a_patch_is_applied(tmp_path: P
     with open_journal(tmp_path / "hs" / "r1" / "journal-main-1f0c77aa-r0.jsonl"):
         result = clean(CleanArgs([str(tmp_path / "hs")], [Interpreter(engine.python)], data=True, dry_run=True), ctx)
     assert str(tmp_path / "hs" / "r1") in result.removed
+    assert [(error.what, error.next_step) for error in result.obstacles] == [
+        ("patch probe 1 is still applied", "run `fleetdump revert` first")
+    ]
     assert result.kept == [f"{engine.site / patchrecord.FOLDER} (a patch is in it: fleetdump revert comes first)"]
+
+
+def test_a_list_says_what_would_be_lost(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    make_run(ctx.state.root, tmp_path / "hs")
+    commit(ctx.state.root, "a", "b")
+    args = CleanArgs([str(tmp_path / "hs")], data=True, dry_run=True)
+    (error,) = clean(args, ctx).obstacles
+    assert "2 of 2 samples of server main were not collected" in error.what
+    assert "--discard r1" in error.next_step
+    assert clean(replace(args, discard=["r1"]), ctx).obstacles == []
+    with pytest.raises(AgentFailure, match="were not collected"):
+        clean(replace(args, dry_run=False), ctx)
