@@ -96,7 +96,7 @@ def _fetched(machine: str) -> bytes:
     return data
 
 
-_ADVICE = "; where this machine reaches no index, install fleetdump[stacks], or py-spy on the host"
+_ADVICE = "; where this machine reaches no index, install py-spy beside fleetdump, or on the host"
 
 
 def from_wheel(wheel: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Libraries that only some formats need, by the name of the extra that has them."""
+"""Libraries that only some formats need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleetdump.errors import UsageError
 
 
 def pyarrow(path: Path, submodule: str = "") -> Any:
-    """``pyarrow``, or a submodule of it; raises ``UsageError``, which names the extra, when it is not installed."""
+    """``pyarrow``, or a submodule of it; raises ``UsageError``, which names it, when it is not installed."""
     try:
         return importlib.import_module(f"pyarrow.{submodule}" if submodule else "pyarrow")
     except ImportError as error:
@@ -18,5 +18,5 @@ def pyarrow(path: Path, submodule: str = "") -> Any:
             "pyarrow is needed to read this data",
             str(path),
             str(error),
-            "pip install 'fleetdump[arrow]'; or convert the data to .jsonl or .jsonl.gz",
+            "pip install pyarrow; or convert the data to .jsonl or .jsonl.gz",
         ) from None
