@@ -72,6 +72,17 @@ class RejectedRow:
 
 
 @dataclass(frozen=True)
+class MissingSample:
+    """A sample whose data is not here. ``line``: in the data set, 0 when it is not known; ``host``: where it was
+    computed (``is_done``), or else was given to."""
+
+    line: int
+    id: str
+    host: str
+    is_done: bool
+
+
+@dataclass(frozen=True)
 class ShareRow:
     """One server's share: identity, and how far its manifest and rejects have been read (bytes). ``share_id`` is the
     host's name for the submit that made it, empty before the first collect."""
@@ -255,6 +266,10 @@ class Ledger:
         sql = "SELECT id, home_server FROM samples WHERE home_host = ? AND state = 'planned' ORDER BY position"
         return [(str(sample), str(share)) for sample, share in self._all(sql, host)]
 
+    def unsettled_by_host(self) -> dict[str, int]:
+        """How many of the samples that each host is given are not known to be done; hosts without any are left out."""
+        return dict(self._all("SELECT home_host, count(*) FROM samples WHERE state = 'planned' GROUP BY home_host"))
+
     def overtake(self, host: str) -> None:
         """Samples of the host's shares are given to others without its knowing: it works on them until it is told."""
         self._run("INSERT OR IGNORE INTO overtaken SELECT host, server FROM shares WHERE host = ?", host)
@@ -383,6 +398,35 @@ class Ledger:
         for line, sample, text in rows:
             reason, _, detail = text.partition(": ")
             yield RejectedRow(line, sample, reason, detail)
+
+    def missing(self) -> Iterator[MissingSample]:
+        """Every sample that is neither delivered nor rejected, in the data set's order."""
+        sql = (
+            "SELECT CASE WHEN :planned THEN position ELSE 0 END, id, home_host FROM samples WHERE state = 'planned' "
+            "ORDER BY position"
+        )
+        for line, sample, host in self._missing(sql):
+            yield MissingSample(line, sample, host, is_done=False)
+
+    def not_here(self) -> Iterator[MissingSample]:
+        """Every delivered sample of which a file does not lie here, verified and whole, in the data set's order."""
+        whole = set(self._whole_copies())
+        files = (
+            "WITH kept AS (SELECT position, id, host, server, CASE WHEN json_valid(line) THEN "
+            "json_extract(line, '$.norm') END AS norm FROM samples WHERE state = 'delivered'), "
+            "files AS (SELECT position, id, host, shard AS file FROM kept JOIN sample_shards USING(id, host, server) "
+            "UNION ALL SELECT position, id, host, norm FROM kept WHERE norm != '') "
+            "SELECT CASE WHEN :planned THEN position ELSE 0 END, id, host, file FROM files ORDER BY position, id"
+        )
+        last = ""
+        for line, sample, host, file in self._missing(files):
+            if sample != last and (host, file) not in whole:
+                last = sample
+                yield MissingSample(line, sample, host, is_done=True)
+
+    def _missing(self, sql: str) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._db.execute(sql, {"planned": int(self.is_planned)}).fetchall()
 
     # ------------------------------------------------------------------ shards
     def needed_shards(self, host: str) -> set[str]:

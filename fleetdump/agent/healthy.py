@@ -25,6 +25,8 @@ from fleetdump.agent.servermessages import HealthyProfile, merged_profile
 FILE = "healthy.jsonl"
 REMEMBERED = 20
 """Latest starts of a kind that make its profile."""
+MOST_BYTES = 4 << 20
+"""Of the file, of which all is read: more than ten thousand starts. One that is larger is begun anew."""
 KINDS = 20
 """Latest kinds that a host tells others of."""
 LOCK_SECONDS = 2.0
@@ -79,6 +81,8 @@ def remember(state: State, start: HealthyStart) -> bool:
             file = open_journal(state.directory() / FILE)
             if file is not None:
                 with file:
+                    if file.seek(0, os.SEEK_END) > MOST_BYTES:
+                        file.truncate(0)
                     append_lines(file, [start])
                 return True
         except OSError as error:
@@ -91,7 +95,7 @@ def remember(state: State, start: HealthyStart) -> bool:
 
 def profile(state: State, key: str) -> Optional[HealthyProfile]:
     """What the latest starts of this kind took; None when there was none. Lines that cannot be read do not count."""
-    return _profile([start for start in _starts(state.root / FILE) if start.key == key])
+    return _profile([start for start in _sane_starts(state.root / FILE) if start.key == key])
 
 
 def on_all_hosts(state: State, key: str, others: Sequence[HealthyProfile]) -> Optional[HealthyProfile]:
@@ -104,10 +108,20 @@ def on_all_hosts(state: State, key: str, others: Sequence[HealthyProfile]) -> Op
 def profiles(state: State) -> List[HealthyProfile]:
     """The profile of each kind of which a start is remembered, the latest ``KINDS``, the newest last."""
     kinds: Dict[str, List[HealthyStart]] = {}
-    for start in _starts(state.root / FILE):
+    for start in _sane_starts(state.root / FILE):
         kinds[start.key] = [*kinds.pop(start.key, []), start]
     found = [_profile(starts) for starts in list(kinds.values())[-KINDS:]]
     return [one for one in found if one is not None]
+
+
+def _sane_starts(path: Path) -> Iterator[HealthyStart]:
+    with contextlib.suppress(OSError):
+        if path.stat().st_size > MOST_BYTES:
+            return
+    for start in _starts(path):
+        alone = _profile([start])
+        if alone is not None and alone.is_sane:
+            yield start
 
 
 def _profile(starts: List[HealthyStart]) -> Optional[HealthyProfile]:

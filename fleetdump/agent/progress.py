@@ -17,6 +17,8 @@ CONFIRM_SECONDS = 5.0
 """A stall is confirmed by a second sample at least this long after the one that first exceeded the patience."""
 HEALTHY_STRETCH = 2.0
 BATCH_STRETCH = 5.0
+LONGEST_STRETCH = 4 * 3600.0
+"""Seconds to which a patience is stretched at most, whatever starts or batches took: a stall must be seen some day."""
 COMPILER_ROLES = ("compiler", "compile_worker")
 
 
@@ -67,10 +69,11 @@ class Assessment:
 
 def allowed(phase: str, patience: Patience, healthy: Optional[Dict[str, float]] = None, batch: float = 0.0) -> float:
     """Seconds without progress that ``phase`` may take: its patience, or twice what healthy starts took in it, and
-    while serving five times the slowest recent batch."""
+    while serving five times the slowest recent batch; stretched to ``LONGEST_STRETCH`` at most."""
     base: float = getattr(patience, phase)
     stretched = HEALTHY_STRETCH * (healthy or {}).get(phase, 0.0)
-    return max(base, stretched, BATCH_STRETCH * batch if phase == "serving" else 0.0)
+    stretched = max(stretched, BATCH_STRETCH * batch if phase == "serving" else 0.0)
+    return max(base, min(stretched, LONGEST_STRETCH))
 
 
 def movement(before: Sample, after: Sample, rates: Rates) -> List[str]:

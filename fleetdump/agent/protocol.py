@@ -72,7 +72,10 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _convert_dataclass(kind, data, where)
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        try:
+            return float(data)
+        except OverflowError as error:
+            raise ProtocolError(f"{where}: a number too large") from error
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         raise ProtocolError(f"{where}: expected {kind.__name__}, got {type(data).__name__}")
     return data

@@ -176,9 +176,16 @@ class WatchArgs:
     healthy: List[HealthyProfile] = field(default_factory=list)
 
 
+MOST_STARTS = 1_000_000
+MOST_LINES = 1 << 31
+MOST_SECONDS = 7 * 86400.0
+MOST_GB = 1e6
+
+
 @dataclass
 class HealthyProfile:
-    """What healthy starts of the same (model, release, arguments, GPU type) took."""
+    """What healthy starts of the same (model, release, arguments, GPU type) took. It comes from files that anybody may
+    have written: one that is not ``is_sane`` counts for nothing."""
 
     key: str
     starts: int
@@ -192,6 +199,17 @@ class HealthyProfile:
     """Where profiles of several hosts are merged: ``phase_seconds`` of the slowest host of each phase."""
 
     @property
+    def is_sane(self) -> bool:
+        """Whether starts may have been so: no number is negative, absurdly large or none at all (NaN)."""
+        seconds = [self.seconds, *self.phase_seconds.values(), *self.slowest.values()]
+        return (
+            1 <= self.starts <= MOST_STARTS
+            and 0 <= self.lines_min <= self.lines_max <= MOST_LINES
+            and all(0 <= each <= MOST_SECONDS for each in seconds)
+            and 0 <= self.weights_gb <= MOST_GB
+        )
+
+    @property
     def longest(self) -> Dict[str, float]:
         """Seconds in each phase that a healthy start is known to take: patience is stretched by them."""
         return self.slowest or self.phase_seconds
@@ -203,8 +221,9 @@ class HealthyProfile:
 
 
 def merged_profile(profiles: Iterable[HealthyProfile]) -> Optional[HealthyProfile]:
-    """What healthy starts of one kind took on all hosts together; None without any. Means are weighed by starts."""
-    known = list(profiles)
+    """What healthy starts of one kind took on all hosts together; None without any. Means are weighed by starts.
+    Profiles that are not sane are left out."""
+    known = [profile for profile in profiles if profile.is_sane]
     if not known:
         return None
     starts = sum(profile.starts for profile in known)
@@ -218,7 +237,7 @@ def merged_profile(profiles: Iterable[HealthyProfile]) -> Optional[HealthyProfil
 
     return HealthyProfile(
         key=known[0].key,
-        starts=starts,
+        starts=min(starts, MOST_STARTS),
         lines_min=min(profile.lines_min for profile in known),
         lines_max=max(profile.lines_max for profile in known),
         seconds=mean(lambda profile: profile.seconds),

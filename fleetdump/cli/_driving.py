@@ -15,6 +15,7 @@ from fleetdump.dataset.intake import DataSet
 from fleetdump.errors import ExitCode, HostError, LockedError, UnreachableError, UsageError, worst
 from fleetdump.fleet import Host, Outcome, fan_out
 from fleetdump.fleet.fanout import MAX_THREADS
+from fleetdump.hostpatterns import compress
 from fleetdump.inventory import HostConfig
 from fleetdump.ledger import Ledger
 from fleetdump.tasks.attendance import Attendance, JoinRequests
@@ -30,7 +31,7 @@ from fleetdump.tasks.extract import (
     targets_of,
 )
 from fleetdump.tasks.intake import taking_in
-from fleetdump.tasks.rebalance import START_SECONDS, Balancer, require_server, serves
+from fleetdump.tasks.rebalance import START_SECONDS, Balancer, left_with_others, require_server, serves
 from fleetdump.tasks.rejected import write_rejected
 from fleetdump.tasks.supervise import Policy, Supervisor
 from fleetdump.tasks.survey import is_cancelled, require_not_cancelled, shares_on, survey
@@ -73,11 +74,13 @@ def named_hosts(options: FleetOptions, patterns: tuple[str, ...]) -> list[HostCo
 
 @dataclass
 class End:
-    """What became of a run: the exit code of its hosts, their shares, and how many samples nobody has."""
+    """What became of a run: the exit code of its hosts, their shares, how many samples none of them has, and how many
+    each host has of these that the command was not given (``with_others``)."""
 
     code: ExitCode
     shares: list[RunProgress]
     left_over: int = 0
+    with_others: dict[str, int] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> ExitCode:
@@ -92,7 +95,7 @@ def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Ru
         write_rejected(ledger, run.folder)
         knows_all = _look_around(options, hosts, run.name, ledger)
         _announce(plan)
-        with_shares = {host for host, _ in plan.shares}
+        with_shares = {host for host, _ in plan.shares} & {host.name for host in hosts}
         if run.detach:
             end = _hand_out(options, [host for host in hosts if host.name in with_shares], plan, run, ledger)
         else:
@@ -103,7 +106,7 @@ def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Ru
                 options, [host for host in hosts if host.name in with_shares or host.servers], plan, run, balancer
             )
     if end.left_over:
-        _tell_left_over(run.name, end.left_over)
+        _tell_what_is_left(run.name, end)
     elif any(is_cancelled(share) for share in end.shares):
         err.print(f"run {run.name} was cancelled; next: fleetdump collect --data, for what is done", markup=False)
     elif end.code == ExitCode.OK and not run.seated:
@@ -111,6 +114,21 @@ def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Ru
         next_step = watch_it if run.detach else "fleetdump collect --data"
         err.print(f"run {run.name} {'is under way' if run.detach else 'is done'}; next: {next_step}", markup=False)
     return end.exit_code
+
+
+def _tell_what_is_left(run_name: str, end: End) -> None:
+    elsewhere = sum(end.with_others.values())
+    if elsewhere:
+        names = ", ".join(compress(sorted(end.with_others)))
+        err.print(
+            f"run {run_name} is not done: {count(elsewhere, 'sample')} given to {names} are not known to be done, and "
+            f"this command was not given {names}; next: the same command without --exclude, or with a --host that "
+            "means them too; add --patience 0 when they cannot be reached: then the other hosts compute them at once",
+            markup=False,
+        )
+    nobodys = end.left_over - elsewhere if end.code == ExitCode.OK else end.left_over
+    if nobodys > 0:
+        _tell_left_over(run_name, nobodys)
 
 
 def _report(options: FleetOptions) -> Report:
@@ -164,8 +182,8 @@ def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: R
             _tell_left(balancer.ledger, run.name, name)
     code, left_over = report.close(), balancer.left_over()
     if code == ExitCode.OK:  # every host has told what it has: what none of them has must not be called done
-        left_over = max(left_over, plan.samples - sum(share.done + share.rejected for share in final))
-    return End(code, final, left_over)
+        left_over = max(left_over, balancer.ledger.totals().lost)
+    return End(code, final, left_over, left_with_others(balancer.ledger, {*attendance.asked, *(h.name for h in hosts)}))
 
 
 def _teller(options: FleetOptions) -> Callable[[str, dict[str, Any]], None]:

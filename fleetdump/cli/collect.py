@@ -17,7 +17,8 @@ from fleetdump.fleet import fan_out
 from fleetdump.ledger import Ledger
 from fleetdump.tasks.collect import pull
 from fleetdump.tasks.extract import require_run_name, runs_file
-from fleetdump.tasks.merge import CollectReport, PullOptions, merge, require_whole
+from fleetdump.tasks.merge import CollectReport, PullOptions, merge, not_here_words, require_whole
+from fleetdump.tasks.missing import write_missing
 from fleetdump.tasks.pullshards import PullReport
 from fleetdump.tasks.rejected import write_rejected
 from fleetdump.tasks.runlock import COLLECTOR, sole
@@ -41,7 +42,8 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
 
     Gaps, duplicates and settings that differ between hosts are named. It may be called while the run goes on, and
     again after any interruption; it continues where it was. The report is also written to collect.json beside the
-    merged manifest. --json prints an object a host and then that report, as {"command": "collect", "data": ...}.
+    merged manifest; missing.jsonl in the run's folder lists every sample whose data is not here (docs/run.md).
+    --json prints an object a host and then that report, as {"command": "collect", "data": ...}.
 
     \b
     Examples:
@@ -79,6 +81,7 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
             shutil.rmtree(ledger_file.parent)
             sys.exit(worst([report.close(), _unknown_run(run_name, runs_dir)]))
         merged = merge(ledger, pull_options, runs_dir)
+        merged.not_here = write_missing(ledger, ledger_file.parent, with_files=data)
         _write(merged)
         write_rejected(ledger, ledger_file.parent)
     code = report.close()
@@ -125,6 +128,8 @@ def _show_merged(merged: CollectReport) -> None:
         f" {merged.duplicated} duplicated, {merged.rejected} rejected; {merged.manifest}",
         markup=False,
     )
+    if merged.not_here:
+        out.print(f"  {not_here_words(merged)}", markup=False)
     listed = (
         ("missing", merged.missing, merged.lost),
         ("rejected", merged.rejects, merged.rejected),

@@ -77,6 +77,6 @@ def _as_frame(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         frame = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return frame if isinstance(frame, dict) and isinstance(frame.get("type"), str) else None

@@ -16,6 +16,8 @@ from fleetdump.ledger import Delivered, Ledger
 from fleetdump.tasks.pullshards import PullReport
 
 SETTINGS = ("dtype", "hidden", "layers", "final", "engine", "patch_sha256", "model_sha256", "template_sha256")
+NAMED = 5
+"""Most hosts that a sentence names."""
 LISTED = 1000
 """Most ids that a report names; it counts them all."""
 
@@ -31,7 +33,8 @@ class PullOptions:
 @dataclass
 class CollectReport:
     """The run as it is known here after a collect. ``lost`` counts samples that are neither delivered nor rejected,
-    ``missing`` names the first of them; ``mismatches`` name settings that differ between servers."""
+    ``missing`` names the first of them; ``mismatches`` name settings that differ between servers. ``not_here``: how
+    many samples each host has whose files were not brought here, where they were to be."""
 
     run: str
     samples: int
@@ -44,6 +47,7 @@ class CollectReport:
     missing: list[str] = field(default_factory=list)
     rejects: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
+    not_here: dict[str, int] = field(default_factory=dict)
 
 
 def merge(ledger: Ledger, options: PullOptions, runs_dir: Path) -> CollectReport:
@@ -115,9 +119,27 @@ def require_whole(report: CollectReport, pulls: Sequence[PullReport]) -> None:
     problems = [*report.mismatches, *faults]
     if report.lost:
         problems.insert(0, f"{report.lost} of {report.expected} samples are not there, first {report.missing[0]}")
+    if report.not_here:
+        problems.insert(0, not_here_words(report))
     if problems:
         raise FleetdumpError(
             f"run {report.run} is not complete",
             why="; ".join(problems[:5]) + (f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""),
-            next_step="fleetdump extract with the same data goes on where the run stands; then collect again",
+            next_step=_next_step(report),
         )
+
+
+def not_here_words(report: CollectReport) -> str:
+    """How many samples are done whose files were not brought here, and by whom."""
+    named = [f"{samples} that {host} computed" for host, samples in sorted(report.not_here.items())]
+    more = f" and those of {len(named) - NAMED} more hosts" if len(named) > NAMED else ""
+    samples = f"{sum(report.not_here.values())} of {report.samples} samples have no files here"
+    return f"{samples}: {', '.join(named[:NAMED])}{more}"
+
+
+def _next_step(report: CollectReport) -> str:
+    go_on = "fleetdump extract with the same data goes on where the run stands; then collect again"
+    if not report.not_here:
+        return go_on
+    first = go_on if report.lost else "collect --data again when those hosts answer"
+    return f"{first}; if one never comes back, compute anew what missing.jsonl of the run's folder lists (docs/run.md)"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -67,6 +67,12 @@ def require_server(host: Host) -> None:
             "a host joins a run with its servers",
             f"fleetdump deploy --host {host.config.name}, then the same command again",
         )
+
+
+def left_with_others(ledger: Ledger, asked: Collection[str]) -> dict[str, int]:
+    """How many samples that are not known to be done each host has that was not ``asked``: it may be at work on them,
+    so nobody takes them over, and they are not without a host either."""
+    return {host: samples for host, samples in ledger.unsettled_by_host().items() if host not in asked}
 
 
 @dataclass

@@ -12,9 +12,9 @@ from typing import Any
 
 import tenacity
 
-from fleetdump.agent.protocol import from_json
+from fleetdump.agent.protocol import ProtocolError, from_json
 from fleetdump.agent.servermessages import HealthyProfile, MonitorArgs, MonitorResult, Vitals, merged_profile
-from fleetdump.errors import ExitCode
+from fleetdump.errors import ExitCode, HostError
 from fleetdump.fleet import Host
 from fleetdump.fleet.reasons import may_pass
 from fleetdump.tasks._task import task
@@ -29,6 +29,9 @@ OUTLIER_HOSTS = 3
 
 LONGEST_PAUSE = 30.0
 """Seconds before a host whose link is lost is tried again; the first pauses are shorter."""
+
+MOST = 1e24
+"""Of anything that is counted of a server, bytes and seconds too."""
 
 OnVitals = Callable[[Vitals], None]
 
@@ -87,9 +90,7 @@ def _follow(host: Host, plan: WatchPlan, tell: Listener) -> MonitorResult:
 
     def on_event(event: dict[str, Any]) -> None:
         if event.get("event") == "vitals":
-            fields = known.setdefault(str(event["server"]), {})
-            fields.update(event["changed"])
-            tell.vitals(from_json(Vitals, fields))
+            tell.vitals(_taken_in(known, event, host.config.name))
         elif event.get("event") == "empty":
             tell.empty()
 
@@ -97,6 +98,31 @@ def _follow(host: Host, plan: WatchPlan, tell: Listener) -> MonitorResult:
     args.healthy = plan.starts.of_others(host.config.name)
     deadline = plan.seconds + MARGIN_SECONDS
     return host.call(args, MonitorResult, verb="monitor", on_event=on_event, deadline=deadline)
+
+
+def _taken_in(known: dict[str, dict[str, Any]], event: dict[str, Any], host: str) -> Vitals:
+    """The server of an event, with what is ``known`` of it from earlier ones. All hosts share one view: what it cannot
+    show of one of them ends that one's watch (``HostError``)."""
+    try:
+        fields = known.setdefault(str(event["server"]), {})
+        fields.update(event["changed"])
+        vitals = from_json(Vitals, fields)
+        wrong = [name for name, value in vars(vitals).items() if not _is_sane(value)]
+        if wrong:
+            raise ProtocolError(f"{wrong[0]} is {vars(vitals)[wrong[0]]}"[:100])
+    except (LookupError, TypeError, ValueError) as error:
+        raise HostError(
+            "what the agent tells of a server cannot be",
+            host,
+            f"{type(error).__name__}: {error}",
+            "look at that host: fleetdump check, fleetdump status",
+        ) from error
+    return vitals
+
+
+def _is_sane(value: object) -> bool:
+    """Whether a number may be one of a server's: it is finite, and of no absurd size."""
+    return not isinstance(value, (int, float)) or abs(value) <= MOST
 
 
 def exit_code(result: MonitorResult) -> ExitCode:

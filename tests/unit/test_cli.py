@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from manifests import manifest_line, text_of
 
 from fleetdump.cli.collect import _show_merged
 from fleetdump.cli.main import cli
+from fleetdump.errors import ExitCode
+from fleetdump.ledger import Ledger, Planned
 from fleetdump.tasks.merge import CollectReport
 
 COMMANDS = (
@@ -208,6 +212,25 @@ def test_what_collect_does_not_list_it_counts(capsys: pytest.CaptureFixture[str]
     _show_merged(CollectReport("r", 1, 8, 0, 0, 7, 5, "out/r/manifest.jsonl", rejects=rejects))
     told = capsys.readouterr().out.splitlines()
     assert told[-2:] == ["  rejected: a4: too_long", "  rejected: and 2 more; out/r/collect.json names the first 7"]
+
+
+def test_collect_says_whose_files_lie_on_a_host_that_does_not_answer(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        host = {"address": "127.0.0.1", "port": closed.getsockname()[1], "user": "nobody", "connect_timeout": 5}
+        (tmp_path / "inventory.yaml").write_text(json.dumps({"hosts": {"gone": host}}))
+        with Ledger(tmp_path / "runs" / "r1" / "ledger.sqlite") as ledger:
+            ledger.plan([Planned("a", "d", "gone", "main", line=7)], [("gone", "main", "s")])
+            line = manifest_line("a")
+            ledger.deliver("gone", line, text_of(line))
+        result = fleetdump("collect", "--data", cwd=tmp_path)
+    assert result.returncode == ExitCode.UNREACHABLE, result
+    assert "run r1: 1 of 1 samples" in result.stdout
+    assert "1 of 1 samples have no files here: 1 that gone computed" in result.stdout
+    assert "compute anew what missing.jsonl" in result.stderr
+    missing = json.loads((tmp_path / "runs" / "r1" / "missing.jsonl").read_text())
+    assert missing == {"v": 1, "line": 7, "id": "a", "state": "not_here", "host": "gone"}
+    assert json.loads((tmp_path / "runs" / "r1" / "collect.json").read_text())["not_here"] == {"gone": 1}
 
 
 def test_an_interrupted_watch_of_an_empty_host_says_that_it_is_empty_and_no_more(tmp_path: Path) -> None:

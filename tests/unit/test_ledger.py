@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,10 @@ from manifests import manifest_line, text_of
 
 from fleetdump.agent.formats import RejectedLine
 from fleetdump.agent.runmessages import ShardInfo
+from fleetdump.errors import FleetdumpError
 from fleetdump.ledger import Ledger, Planned, Totals
+from fleetdump.tasks.merge import CollectReport, PullOptions, merge, require_whole
+from fleetdump.tasks.missing import NAME, write_missing
 
 
 @pytest.fixture
@@ -176,3 +182,71 @@ def test_a_duplicate_counts_when_the_kept_copy_is_here(ledger: Ledger, tmp_path:
     assert ledger.collected("h2", "main") == set()
     pull(ledger, "h1", tmp_path, "s0", "tokens", NORM)
     assert ledger.collected("h2", "main") == {"a"}
+
+
+# --------------------------------------------------------------------------- what is missing here
+def missing(folder: Path) -> list[tuple[int, str, str, str]]:
+    lines = (folder / NAME).read_text().splitlines()
+    return [(line["line"], line["id"], line["state"], line["host"]) for line in map(json.loads, lines)]
+
+
+def test_what_is_done_on_a_host_and_not_brought_here_is_missing(ledger: Ledger, tmp_path: Path) -> None:
+    deliver(ledger, "b")
+    deliver(ledger, "a", shards=("s0", "s1"))
+    deliver(ledger, "d", "h2")
+    pull(ledger, "h1", tmp_path, "s0", "tokens", NORM)
+    assert write_missing(ledger, tmp_path, with_files=True) == {"h1": 1, "h2": 1}
+    assert missing(tmp_path) == [
+        (1, "a", "not_here", "h1"),
+        (3, "c", "not_done", "h2"),
+        (4, "d", "not_here", "h2"),
+    ]
+    assert write_missing(ledger, tmp_path, with_files=False) == {}
+    assert missing(tmp_path) == [(3, "c", "not_done", "h2")]
+    pull(ledger, "h1", tmp_path, "s1")
+    pull(ledger, "h2", tmp_path, "s0", "tokens", NORM)
+    assert write_missing(ledger, tmp_path, with_files=True) == {}
+    (tmp_path / "h2" / NORM).unlink()
+    assert write_missing(ledger, tmp_path, with_files=True) == {"h2": 1}
+
+
+def test_a_line_that_a_ledger_should_not_hold_does_not_hide_what_is_missing(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.deliver("h1", manifest_line("a"), "no JSON")
+    deliver(ledger, "b")
+    assert write_missing(ledger, tmp_path, with_files=True) == {"h1": 2}
+
+
+def test_a_run_whose_files_lie_elsewhere_is_not_whole(ledger: Ledger, tmp_path: Path) -> None:
+    for name in "abcd":
+        deliver(ledger, name, "h1" if name < "d" else "h2")
+    report = merge(ledger, PullOptions("r1", tmp_path), tmp_path)
+    assert (report.samples, report.lost) == (4, 0)
+    require_whole(report, [])
+    report.not_here = write_missing(ledger, tmp_path, with_files=True)
+    with pytest.raises(FleetdumpError) as failed:
+        require_whole(report, [])
+    assert failed.value.why == "4 of 4 samples have no files here: 3 that h1 computed, 1 that h2 computed"
+    assert failed.value.next_step.startswith("collect --data again when those hosts answer; if one never comes back")
+
+
+def test_of_many_hosts_the_first_are_named() -> None:
+    report = CollectReport("r", 9, 9, 0, 0, 0, 9, "m.jsonl", not_here={f"h{n}": 1 for n in range(9)})
+    with pytest.raises(FleetdumpError, match=r"9 of 9 samples .* 1 that h4 computed and those of 4 more hosts"):
+        require_whole(report, [])
+
+
+def test_the_documented_command_takes_the_missing_rows_from_the_data(ledger: Ledger, tmp_path: Path) -> None:
+    """docs/run.md: the rows of ``missing.jsonl``, and no other, whatever they say themselves."""
+    rows = [f'{{"id": "{name}", "text": "\\"line\\": {n}"}}' for n, name in zip((3, 4, 1, 1), "abcd", strict=True)]
+    (tmp_path / "data.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    deliver(ledger, "a")
+    deliver(ledger, "c", "h2")
+    pull(ledger, "h1", tmp_path, "s0", "tokens", NORM)
+    write_missing(ledger, tmp_path, with_files=True)
+    text = (Path(__file__).parents[2] / "docs" / "run.md").read_text()
+    found = re.search(r"^awk '(.*)'", text, re.MULTILINE)
+    assert found is not None
+    taken = subprocess.run(
+        ["awk", found[1], NAME, "data.jsonl"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert taken.stdout.splitlines() == rows[1:], "b, c and d"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetdump.agent.procfs import TICKS_PER_SECOND, ProcSample, Rank
-from fleetdump.agent.progress import CONFIRM_SECONDS, Rates, Sample, allowed, assess, movement
+from fleetdump.agent.progress import CONFIRM_SECONDS, LONGEST_STRETCH, Rates, Sample, allowed, assess, movement
 from fleetdump.agent.specs import PHASES, Patience
 
 PATIENCE = Patience(**dict.fromkeys(PHASES, 30.0))
@@ -186,6 +186,13 @@ def test_patience_is_stretched_to_twice_a_healthy_start(phase):
     assert allowed(phase, patience) == getattr(patience, phase)
     assert allowed(phase, patience, {phase: 400.0}) == 800
     assert allowed(phase, patience, {phase: 1.0}) == getattr(patience, phase)
+
+
+@pytest.mark.parametrize("absurd", [1e5, 1e308, float("inf"), float("nan")])
+@pytest.mark.parametrize("phase", PHASES)
+def test_patience_ends_whatever_starts_and_batches_are_said_to_have_taken(phase, absurd):
+    assert allowed(phase, Patience(), {phase: absurd}, absurd) <= LONGEST_STRETCH
+    assert allowed(phase, replace(Patience(), **{phase: 1e5}), {phase: absurd}, absurd) == 1e5, "a setting is kept"
 
 
 def test_no_samples():

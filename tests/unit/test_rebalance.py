@@ -547,12 +547,15 @@ def test_who_refuses_what_it_asked_for_still_ends_its_own(balancer: Balancer, mo
 
 
 # --------------------------------------------------------------------------- what no host has
-@pytest.mark.parametrize(("done_here", "rejected", "left_over"), [(3, 1, 0), (3, 0, 1)])
+@pytest.mark.parametrize(("lines", "left_over"), [("abcd", 0), ("abc", 1), ("abcabc", 1)])
 def test_a_run_is_not_done_when_its_hosts_are_and_a_sample_is_with_none_of_them(
-    balancer: Balancer, monkeypatch: pytest.MonkeyPatch, done_here: int, rejected: int, left_over: int
+    balancer: Balancer, monkeypatch: pytest.MonkeyPatch, lines: str, left_over: int
 ) -> None:
-    """Whatever was forgotten on the way: what the hosts say they have done must add up to what was planned."""
-    share = RunProgress("r", "main", "done", 4, done_here, rejected)
+    """Whatever was forgotten on the way: what the hosts have lines of must be what was planned, and copies hide none
+    that is missing."""
+    share = RunProgress("r", "main", "done", 4, len(lines))
+    for sample in lines:
+        balancer.ledger.reject("slow", RejectedLine(sample, "r", "main", "too_long", "", 0, 0.0))
 
     def fan_out(*_: object, on_outcome: Callable[[str, Outcome[list[RunProgress]]], None], **__: object) -> None:
         on_outcome("slow", Outcome([share], None, 1.0))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fleetdump.agent import healthy
+from fleetdump.agent.protocol import to_json
 from fleetdump.agent.servermessages import HealthyProfile, WatchResult
+from fleetdump.tasks import fleetstarts
 from fleetdump.tasks.fleetstarts import FleetStarts
 from fleetdump.tasks.turns import in_turns
 from tests.unit.engineinstall import context
@@ -137,6 +142,131 @@ def test_a_broken_file_is_done_without_and_replaced(tmp_path: Path, data: bytes)
     known.save()
     assert len(FleetStarts(file).of_others("gpu02")) == 1
     FleetStarts(file / "no" / "folder").save()
+
+
+DEEP = b"[" * 200_000 + b"]" * 200_000
+GOOD = json.dumps(to_json(profile("k", 50.0))).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DEEP,
+        b'{"v": 1, "hosts": {"gpu09": ' + DEEP + b"}}",
+        b'{"v": 2, "hosts": {"gpu09": [' + GOOD + b"]}}",
+        b'{"v": 1, "hosts": {"gpu09": null}}',
+        b'{"v": 1, "hosts": "gpu09"}',
+        b'{"v": ' + b"9" * 5000 + b"}",
+        b'{"v": 1, "hosts": {"gpu09": [' + GOOD + b"]}}" + b" " * fleetstarts.MOST_BYTES,
+    ],
+)
+def test_a_file_that_is_none_of_ours_says_nothing(tmp_path: Path, data: bytes) -> None:
+    test_a_broken_file_is_done_without_and_replaced(tmp_path, data)
+
+
+def test_what_stands_in_the_files_place_is_not_waited_for_and_nothing_is_left(tmp_path: Path) -> None:
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for place in (pipe, folder):
+        known = FleetStarts(place)
+        known.note("gpu01", [profile("k", 1.0)])
+        known.save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe"]
+
+
+ABSURD = [
+    ("starts", "-1"),
+    ("starts", "0"),
+    ("starts", "1" + "0" * 400),
+    ("lines_min", "-5"),
+    ("lines_max", "1"),
+    ("lines_max", "1" + "0" * 400),
+    ("seconds", "-1.0"),
+    ("seconds", "Infinity"),
+    ("seconds", "NaN"),
+    ("seconds", "1" + "0" * 400),
+    ("phase_seconds", '{"weights": 1e308}'),
+    ("phase_seconds", '{"weights": NaN}'),
+    ("slowest", '{"weights": Infinity}'),
+    ("slowest", '{"weights": 1e400}'),
+    ("weights_gb", "NaN"),
+]
+
+
+def with_text(field: str, text: str) -> str:
+    """The JSON of a profile of 100 s in which one value is this text."""
+    return json.dumps({**to_json(profile("k", 100.0)), field: "HERE"}).replace('"HERE"', text)
+
+
+@pytest.mark.parametrize(("field", "text"), ABSURD)
+def test_an_absurd_profile_is_left_out_and_no_other(tmp_path: Path, field: str, text: str) -> None:
+    file = tmp_path / "healthy-starts.json"
+    good = json.dumps(to_json(profile("k", 50.0)))
+    file.write_text(f'{{"v": 1, "hosts": {{"gpu01": [{with_text(field, text)}], "gpu02": [{good}]}}}}')
+    assert [one.longest for one in FleetStarts(file).of_others("gpu09")] == [{"weights": 50.0}]
+
+
+@pytest.mark.parametrize(("field", "text"), ABSURD)
+def test_no_host_and_no_controller_can_make_another_patient_for_ever(tmp_path: Path, field: str, text: str) -> None:
+    """Whatever a host's own file or another host says: it is as if it were not there."""
+    value = json.loads(text)
+    absurd = replace(profile("k", 100.0), **{field: value})
+    known = FleetStarts()
+    known.note("gpu01", [absurd, profile("other", 5.0)])
+    assert [one.key for one in known.of_others("gpu02")] == ["other"]
+    ctx = context(tmp_path)
+    assert healthy.on_all_hosts(ctx.state, "k", [absurd]) is None
+    found = healthy.on_all_hosts(ctx.state, "k", [absurd, profile("k", 50.0)])
+    assert found is not None
+    assert found.longest == {"weights": 50.0}
+
+
+@pytest.mark.parametrize("text", ["-1.0", "Infinity", "NaN", "1e300", "1" + "0" * 400])
+def test_an_absurd_line_of_a_hosts_own_file_does_not_count(tmp_path: Path, text: str) -> None:
+    ctx = context(tmp_path)
+    healthy.remember(ctx.state, healthy.HealthyStart("k", 60, 10.0, {"weights": 10.0}, "sglang"))
+    file = ctx.state.root / healthy.FILE
+    file.write_text(file.read_text() + file.read_text().replace('"weights":10.0', f'"weights":{text}'))
+    assert [(one.starts, one.longest) for one in healthy.profiles(ctx.state)] == [(1, {"weights": 10.0})]
+
+
+def test_what_a_host_says_that_cannot_be_is_not_kept(tmp_path: Path) -> None:
+    file = tmp_path / "healthy-starts.json"
+    known = FleetStarts(file)
+    known.note("gpu01", [replace(profile("a", 1.0), lines_max=10**5000), profile("b", 1.0)])
+    known.note_start("gpu02", replace(ready("a", 1.0), lines=10**5000))
+    known.note_start("gpu02", ready("c", 1.0))
+    known.save()
+    kept = json.loads(file.read_text())["hosts"]
+    assert {host: [one["key"] for one in mine] for host, mine in kept.items()} == {"gpu01": ["b"], "gpu02": ["c"]}
+
+
+def test_a_hosts_file_that_is_too_large_is_not_read_and_begun_anew(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    start = healthy.HealthyStart("k", 60, 10.0, {"weights": 10.0}, "sglang")
+    healthy.remember(ctx.state, start)
+    with (ctx.state.root / healthy.FILE).open("ab") as file:
+        file.write(b"\n" * healthy.MOST_BYTES)
+    assert healthy.profile(ctx.state, "k") is None
+    healthy.remember(ctx.state, start)
+    assert [one.starts for one in healthy.profiles(ctx.state)] == [1]
+
+
+def test_the_file_keeps_the_hosts_seen_last_as_many_as_it_may_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleetstarts, "MOST_BYTES", 2000)
+    file = tmp_path / "healthy-starts.json"
+    for number in range(30):
+        known = FleetStarts(file)
+        known.note(f"gpu{number}", [profile(f"k{number}", 1.0)])
+        known.save()
+    kept = [one.key for one in FleetStarts(file).of_others("")]
+    assert kept[-1] == "k29"
+    assert kept == [f"k{number}" for number in range(30 - len(kept), 30)]
+    assert len(kept) > 3
+    assert file.stat().st_size <= 2000
 
 
 def test_a_host_tells_a_profile_a_kind_the_newest_last(tmp_path: Path) -> None:

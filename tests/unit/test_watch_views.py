@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -13,8 +14,10 @@ from fleetdump.agent.patching import read_state
 from fleetdump.agent.runmessages import TapStatus
 from fleetdump.agent.servermessages import Fault, HealthyProfile, MonitorResult, Vitals, merged_profile
 from fleetdump.agent.servermessages import ServerState as State
-from fleetdump.errors import ExitCode
-from fleetdump.tasks.watch import exit_code, load_rates, slow_loaders
+from fleetdump.errors import ExitCode, HostError
+from fleetdump.fleet.frames import FrameReader
+from fleetdump.inventory import HostConfig
+from fleetdump.tasks.watch import Listener, WatchPlan, exit_code, load_rates, slow_loaders, watch
 from fleetdump.views import status as status_view
 from fleetdump.views import watch as watch_view
 from fleetdump.views.console import SafeConsole
@@ -209,3 +212,59 @@ def test_status_has_a_line_a_server_with_every_column(capsys: pytest.CaptureFixt
         "GiB",
         "3",
     ]
+
+
+# --------------------------------------------------------------------------- what a host says is not believed
+class Teller:
+    """A host whose agent tells this, as its lines of JSON come over the wire."""
+
+    config = HostConfig("gpu01", "10.0.0.1")
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = lines
+        self.closed = False
+
+    def again(self) -> Any:
+        raise AssertionError("it says the same when it is asked again")
+
+    def call(self, _args: object, _kind: type, *, verb: str, on_event: Any, **_: object) -> Any:
+        if verb == "status":
+            return StatusResult([])
+        data = io.BytesIO("".join(f"{line}\n" for line in self.lines).encode())
+        reader = FrameReader(lambda limit: data.read(limit))
+        while (frame := reader.next_frame()) is not None:
+            on_event(frame)
+        return MonitorResult([])
+
+
+def told(changed: str) -> str:
+    return f'{{"type": "event", "event": "vitals", "server": "main", "changed": {changed}}}'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        told('{"server": "main", "state": "ready", "uptime": NaN}'),
+        told('{"server": "main", "state": "ready", "uptime": 1e400}'),
+        told('{"server": "main", "state": "starting", "load_bytes": Infinity, "load_total": 5}'),
+        told('{"server": "main", "state": "ready", "rows": 1' + 400 * "0" + "}"),
+        told('{"server": "main", "state": "ready", "uptime": 1' + 400 * "0" + "}"),
+        told('{"server": "main", "state": 5}'),
+        told('{"server": "main", "state": "ready", "colour": "red"}'),
+        told("5"),
+        told("null"),
+        '{"type": "event", "event": "vitals", "changed": {}}',
+    ],
+)
+def test_what_cannot_be_shown_of_one_host_does_not_reach_the_view_of_all(line: str) -> None:
+    seen: list[Vitals] = []
+    good = told('{"server": "main", "state": "ready", "uptime": 1.0}')
+    with pytest.raises(HostError, match="what the agent tells of a server cannot be") as failed:
+        cast(Any, watch).body(Teller(good, line), WatchPlan(), Listener(seen.append))
+    assert failed.value.where == "gpu01"
+    assert [one.uptime for one in seen] == [1.0]
+
+
+def test_a_line_nested_too_deep_is_noise() -> None:
+    deep = '{"type": ' + 200_000 * "[" + 200_000 * "]" + "}"
+    assert cast(Any, watch).body(Teller(deep), WatchPlan(), Listener(lambda _: None)).servers == []
