@@ -352,8 +352,12 @@ class Ledger:
             expected=sum(states.values()) + broken,
             delivered=states.get("delivered", 0),
             rejected=states.get("rejected", 0) + broken,
-            duplicated=self._one("SELECT count(*) FROM duplicates"),
+            duplicated=self.copies(),
         )
+
+    def copies(self) -> int:
+        """Lines of samples that another line had delivered before: how often hosts' counts are one too many."""
+        return self._one("SELECT count(*) FROM duplicates")
 
     def share_totals(self, host: str, server: str) -> ShareTotals:
         """Counts over the samples that were given to one server, whoever delivered them."""

@@ -13,6 +13,7 @@ from fleetdump.agent import lease
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import FORMAT_VERSION
 from fleetdump.agent.hostmessages import AuditArgs, AuditEntry, AuditResult
+from fleetdump.agent.jsonl import open_plain
 from fleetdump.agent.lock import held_by
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import UNREADABLE, decode, naming
@@ -87,7 +88,7 @@ def audit(args: AuditArgs, ctx: AgentContext) -> AuditResult:
     entries: Deque[AuditEntry] = deque(maxlen=args.entries)
     path = ctx.state.root / FILE
     if path.is_file():
-        with open(str(path), "rb") as file:
+        with open(str(path), "rb", opener=open_plain) as file:
             before = max(0, file.seek(0, os.SEEK_END) - args.entries * _USUAL_LINE)
             file.seek(before)
             for line in file.readlines()[1 if before else 0 :]:
@@ -102,7 +103,7 @@ def last_operator(state: State, verbs: Collection[str], since: float) -> str:
     """Who ran one of ``verbs`` last, ending after ``since``; empty when the log does not say. Lines that cannot be read
     are passed over."""
     operator = ""
-    with contextlib.suppress(OSError), open(state.root / FILE, "rb") as file:
+    with contextlib.suppress(OSError), open(state.root / FILE, "rb", opener=open_plain) as file:
         for line in file:
             with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
                 entry = json.loads(line)

@@ -18,16 +18,17 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.hostmessages import ControllerArgs, ControllerResult, ControllerState
-from fleetdump.agent.jsonl import write_json
-from fleetdump.agent.procfs import is_alive
+from fleetdump.agent.jsonl import read_small, write_json, writer_lives
+from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import AgentFailure
-from fleetdump.agent.records import read_advice
+from fleetdump.agent.records import read_advice, read_record
 
+RECORD = "controller.json"
 CODE = "code"
 """Folder of the package that is brought; it is replaced as a whole."""
 KEPT = ("ledger.sqlite",)
@@ -47,6 +48,8 @@ _START = (
     "import os,sys;folder=sys.argv.pop(1);os.chdir(folder);sys.path[0]=os.path.join(folder,'code');"
     "from fleetdump.__main__ import main;main()"
 )
+_LET_GO = "import os;go=os.read(0,1);os.dup2(os.open(os.devnull,os.O_RDONLY),0);go or os._exit(1);"
+"""Before the controller: wait until it is on record, and end when it never will be."""
 _LOOK = (
     "import importlib.util,json,sys;"
     "print(json.dumps([sys.version_info[:2],[n for n in sys.argv[1:] if importlib.util.find_spec(n) is None]]))"
@@ -68,23 +71,17 @@ def controller(args: ControllerArgs, ctx: AgentContext) -> ControllerResult:
     """See ``ControllerArgs``. Raises ``AgentFailure`` conflict while a controller of the run lives here, not_found when
     ``python`` cannot run one."""
     folder = ctx.state.root / "controllers" / args.run
-    living = state_of(folder)
-    if living is not None and living.alive:
-        raise AgentFailure(
-            "conflict",
-            f"a controller of run {args.run} lives here already",
-            where=f"pid {living.pid}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(living.started_at))} UTC",
-            next_step=f"fleetdump attach --run {args.run} watches the run; pause and cancel are given as ever",
-        )
+    _require_none(folder)
     python = _require_python(args.python)
     _receive(ctx.state.directory("controllers", args.run), ctx)
-    argv = [python, "-B", "-c", _START, str(folder), *args.argv]
+    code = _LET_GO + _START if args.detach else _START
+    argv = [python, "-B", "-c", code, str(folder), *args.argv]
     return _start(argv, folder, ctx) if args.detach else _run(argv, ctx)
 
 
 def state_of(folder: Path) -> Optional[ControllerState]:
     """The controller whose folder it is; None when none was ever started there."""
-    record = read_advice(ControllerRecord, folder / "controller.json")
+    record = _record_of(folder)
     if record is None:
         return None
     alive = is_alive(record.pid, record.start_time)
@@ -106,7 +103,7 @@ def stop_controllers(state: State, runs: List[str]) -> None:
     """End the controllers of these runs (all when none is named). Raises ``AgentFailure`` for one that does not end. A
     controller may be killed at any moment: the hosts know all that it knew."""
     for folder in controller_folders(state, runs):
-        record = read_advice(ControllerRecord, folder / "controller.json")
+        record = _record_of(folder)
         if record is None:
             continue
         give_up = time.monotonic() + STOP_SECONDS
@@ -119,6 +116,31 @@ def stop_controllers(state: State, runs: List[str]) -> None:
 
 
 # --------------------------------------------------------------------------- steps
+def _record_of(folder: Path) -> Optional[ControllerRecord]:
+    """The controller's record; where that cannot be read, who holds the lock of whoever drives the run in there."""
+    record = read_advice(ControllerRecord, folder / RECORD)
+    lock = folder / "runs" / folder.name / "controller.lock"
+    if record is not None or not writer_lives(lock):
+        return record
+    with suppress(OSError, ValueError):
+        pid = int(read_small(lock))
+        return ControllerRecord(pid, start_time(pid) or 0, lock.stat().st_mtime, "unknown")
+    return None
+
+
+def _require_none(folder: Path) -> None:
+    """Raise ``AgentFailure`` while a controller lives there, or when nobody can say whether one does."""
+    by_hand = f"end the process that works in {folder} (its log is controller.log there), then remove that file"
+    record = read_record(ControllerRecord, folder / RECORD, by_hand)
+    if record is not None and is_alive(record.pid, record.start_time):
+        raise AgentFailure(
+            "conflict",
+            f"a controller of run {folder.name} lives here already",
+            where=f"pid {record.pid}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(record.started_at))} UTC",
+            next_step=f"fleetdump attach --run {folder.name} watches the run; pause and cancel are given as ever",
+        )
+
+
 def _require_python(wanted: str) -> str:
     """The interpreter's path; it must be new enough and have what a controller imports. Nothing is installed."""
     python = shutil.which(os.path.expanduser(wanted)) or os.path.expanduser(wanted)
@@ -189,8 +211,7 @@ def _run(argv: List[str], ctx: AgentContext) -> ControllerResult:
 def _start(argv: List[str], folder: Path, ctx: AgentContext) -> ControllerResult:
     log = folder / "controller.log"
     before = log.stat().st_size if log.exists() else 0
-    pid, started = spawn_detached(argv, log_path=log, env=_environment())
-    write_json(folder / "controller.json", ControllerRecord(pid, started, time.time(), ctx.request.operator))
+    pid, started = _spawn_on_record(argv, folder / RECORD, log, ctx.request.operator)
     give_up = time.monotonic() + min(START_SECONDS, ctx.remaining() - MARGIN_SECONDS)
     while is_alive(pid, started) and log.stat().st_size == before and time.monotonic() < give_up:
         time.sleep(0.1)
@@ -199,3 +220,25 @@ def _start(argv: List[str], folder: Path, ctx: AgentContext) -> ControllerResult
         file.seek(before)
         said = "\n".join(file.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
     return ControllerResult(0, "", said, pid if is_alive(pid, started) else 0, str(log))
+
+
+def _spawn_on_record(argv: List[str], record: Path, log: Path, operator: str) -> Tuple[int, int]:
+    """The process and its start time. It begins once the record of it is durable, and ends when that fails, or when we
+    are killed before: none lives that another call does not see."""
+    waits, lets_go = os.pipe()
+    try:
+        pid, started = spawn_detached(argv, log_path=log, env=_environment(), stdin=waits)
+        write_json(record, ControllerRecord(pid, started, time.time(), operator))
+        os.write(lets_go, b"\n")
+    except OSError as error:
+        raise AgentFailure(
+            "failed",
+            "the controller was not started",
+            where=str(record),
+            why=error.strerror or str(error),
+            next_step="see to that, and give the same command again; the run itself is under way",
+        ) from error
+    finally:
+        os.close(waits)
+        os.close(lets_go)
+    return pid, started

@@ -13,14 +13,20 @@ from fleetdump.agent.procfs import start_time
 
 
 def spawn_detached(
-    argv: Sequence[str], *, log_path: Path, env: Optional[Dict[str, str]] = None, within: Optional[Shelter] = None
+    argv: Sequence[str],
+    *,
+    log_path: Path,
+    env: Optional[Dict[str, str]] = None,
+    within: Optional[Shelter] = None,
+    stdin: int = subprocess.DEVNULL,
 ) -> Tuple[int, int]:
     """Start ``argv`` so that it survives this process, sshd and a logout; returns its pid and start time.
 
     ``within`` is what logind makes necessary for that; by default it is looked up.
 
-    The process leads a new session, works in ``/``, reads /dev/null, appends stdout and stderr to ``log_path`` (made
-    0600), inherits no other descriptor and ignores SIGHUP, as under nohup(1). ``env`` replaces the environment.
+    The process leads a new session, works in ``/``, reads /dev/null (or ``stdin``), appends stdout and stderr to
+    ``log_path`` (made 0600), inherits no other descriptor and ignores SIGHUP, as under nohup(1). ``env`` replaces the
+    environment.
     Raises ``OSError`` when the program cannot be started.
     """
     within = within or shelter()
@@ -31,7 +37,7 @@ def spawn_detached(
             [*within.prefix, *argv],  # a scope's systemd-run becomes the program itself: same pid, same start time
             cwd="/",
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=log,
             stderr=subprocess.STDOUT,
             close_fds=True,

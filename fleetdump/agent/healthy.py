@@ -15,7 +15,7 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 from fleetdump.agent import engine
 from fleetdump.agent.context import State
 from fleetdump.agent.formats import FORMAT_VERSION
-from fleetdump.agent.jsonl import append_lines, open_journal
+from fleetdump.agent.jsonl import append_lines, open_journal, open_plain
 from fleetdump.agent.probes.bounded import ProbeFailed, run_command
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import UNREADABLE, decode
@@ -141,7 +141,7 @@ def _profile(starts: List[HealthyStart]) -> Optional[HealthyProfile]:
 
 
 def _starts(path: Path) -> Iterator[HealthyStart]:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(path, "rb", opener=open_plain) as file:
         for line in file:
             with contextlib.suppress(*UNREADABLE):
                 yield decode(HealthyStart, line, FILE)

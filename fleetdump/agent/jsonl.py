@@ -5,9 +5,11 @@ A line without its newline does not exist. Standard library alone, Python 3.8; s
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, List, Optional, Sequence, Tuple, Type, TypeVar
 
@@ -18,6 +20,28 @@ T = TypeVar("T")
 
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 """No link: cutting a torn line off would cut into a file of somebody else."""
+
+
+SMALL = 16 << 20
+"""Bytes of the largest file that ``read_small`` takes for one of ours."""
+
+
+def open_plain(path: str, flags: int) -> int:
+    """Opener (of ``open``) for plain files alone: the other end of a pipe is not waited for. Raises ``OSError``."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", path)
+    return descriptor
+
+
+def read_small(path: Path) -> bytes:
+    """All of a small file of ours. Raises ``OSError``, also for what is no plain file, or a large one."""
+    with open(path, "rb", opener=open_plain) as file:
+        data = file.read(SMALL + 1)
+    if len(data) > SMALL:
+        raise OSError(errno.EFBIG, f"larger than {SMALL >> 20} MiB", str(path))
+    return data
 
 
 def encode_line(record: Any) -> bytes:
@@ -76,17 +100,24 @@ def read_lines(path: Path, offset: int = 0) -> Tuple[List[Dict[str, Any]], int]:
     """Whole lines from byte ``offset`` on, decoded, and the offset after the last of them (to go on from). A torn last
     line is left out; a missing file is empty. Raises ``FormatError`` for a whole line that is not an object of our
     version."""
+    lines, end = read_raw_lines(path, offset)
+    records = []
+    for line in lines:
+        records.append(decode_line(line, f"{path}: byte {offset}"))
+        offset += len(line)
+    return records, end
+
+
+def read_raw_lines(path: Path, offset: int = 0) -> Tuple[List[bytes], int]:
+    """``read_lines`` for who goes on after a line that says nothing: the lines as they stand. Raises ``OSError``."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_plain) as file:
             file.seek(offset)
             data = file.read()
     except FileNotFoundError:
         return [], offset
-    records = []
-    for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
-        records.append(decode_line(line, f"{path}: byte {offset}"))
-        offset += len(line)
-    return records, offset
+    lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+    return lines, offset + sum(map(len, lines))
 
 
 def read_journal(path: Path, offset: int = 0) -> Tuple[List[JournalRecord], int]:
@@ -162,7 +193,7 @@ def decode_line(line: bytes, where: str) -> Dict[str, Any]:
     """The object of our version in one line; raises ``FormatError`` naming ``where``."""
     try:
         record = json.loads(line.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: not JSON ({error})") from error
     if not isinstance(record, dict):
         raise FormatError(f"{where}: expected an object")

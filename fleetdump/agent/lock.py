@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Callable, Dict, Iterator, Optional
 
 from fleetdump.agent.context import AgentContext
-from fleetdump.agent.jsonl import writer_lives
+from fleetdump.agent.jsonl import read_small, writer_lives
 from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import AgentFailure, from_json, to_json
 from fleetdump.agent.records import NOT_WRITABLE, UNREADABLE, naming
@@ -129,7 +129,7 @@ def damage(directory: Path) -> str:
 def read_holder(directory: Path) -> Optional[Holder]:
     """The holder that ``directory`` names, None when nobody holds it."""
     try:
-        return from_json(Holder, json.loads((directory / HOLDER).read_text()))
+        return from_json(Holder, json.loads(read_small(directory / HOLDER)))
     except UNREADABLE:
         return None
 

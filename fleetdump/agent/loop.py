@@ -23,7 +23,7 @@ from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import in_words, read_advice
 from fleetdump.agent.reporter import Reporter
 from fleetdump.agent.runmessages import CANCEL, DRAIN, PAUSE
-from fleetdump.agent.schedule import DEATHS_TO_REJECT, Sample, Schedule, backoff
+from fleetdump.agent.schedule import DEATHS_TO_DOUBT, DEATHS_TO_REJECT, Sample, Schedule, backoff
 from fleetdump.agent.shardwriter import DISK_FULL
 from fleetdump.agent.share import Order, Share, ShareSpec
 from fleetdump.agent.tapstatus import is_behind, taps_of
@@ -113,6 +113,10 @@ class Loop:
         self.stopped_launch = ""
         self.died_launch = ""
         """What died is not stopped, though somebody ends what it left before it is launched again."""
+        self.deaths_in_a_row = 0
+        """Of the server with one sample alone in flight, since one was captured."""
+        self.doubted_launch = ""
+        """Died like that so often that no sample is to blame."""
         self.detail = "looking for the server"
         self.held = ""
         """Who paused the share, empty when nobody has."""
@@ -246,6 +250,7 @@ class Loop:
             return
         if pieces is not None:
             self.ready[sample.id] = Ready(sample, captured.rid, pieces)
+            self.deaths_in_a_row = 0
             self.journals.forget(rid)
 
     def _whole(self, captured: Captured, sample: Sample) -> Optional[List[PieceRecord]]:
@@ -499,8 +504,12 @@ class Loop:
     def _tell_of_death(self, launch_id: str) -> None:
         """So that a controller can have the server restarted, and knows whether one sample may be to blame."""
         alone = [sent.sample.id for sent in self.lost if sent.alone and sent.launch.launch_id == launch_id]
+        # Only while another sample is left to try: else several that kill at the end of a share could not be told.
+        if alone and self.schedule.waiting and self.deaths_in_a_row + 1 >= DEATHS_TO_DOUBT:
+            self.doubted_launch = launch_id
+        is_to_blame = alone and launch_id != self.doubted_launch
         self.reporter.progress.dead_launch = launch_id
-        self.reporter.progress.suspect = alone[0] if alone else ""
+        self.reporter.progress.suspect = alone[0] if is_to_blame else ""
 
     def _judge_lost(self, sent: Sent, back: Launch) -> None:
         """Did this request kill the server? It is a suspect unless the server was stopped on purpose or still lives."""
@@ -517,6 +526,12 @@ class Loop:
         if not sent.alone:
             self._note_end(sent, "server_gone", "in flight when the server died: it is tried alone")
             self.schedule.suspect(sample)
+            return
+        self.deaths_in_a_row += 1
+        if sent.launch.launch_id == self.doubted_launch:
+            self._note_end(sent, "server_gone", f"the server died {self.deaths_in_a_row} times in a row: its own fault")
+            self.schedule.suspect(sample)
+            self.schedule.try_fresh()
             return
         sample.deaths += 1
         self._note_end(sent, "killed_server", f"launch {sent.launch.launch_id} died with it alone in flight")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Iterator, Optional, Type, TypeVar
 
 from fleetdump.agent.formats import FORMAT_VERSION, FormatError
+from fleetdump.agent.jsonl import read_small
 from fleetdump.agent.protocol import AgentFailure, from_json
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def read_record(kind: Type[T], path: Path, next_step: str) -> Optional[T]:
     """The record at ``path``, None when there is none. Raises ``AgentFailure`` (failed) with ``next_step`` when it
     cannot be read."""
     try:
-        return decode(kind, path.read_bytes(), path.name)
+        return decode(kind, read_small(path), path.name)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OtherVersionError as error:
@@ -51,7 +52,7 @@ def read_record(kind: Type[T], path: Path, next_step: str) -> Optional[T]:
 def read_advice(kind: Type[T], path: Path) -> Optional[T]:
     """The advice at ``path``, None when there is none that can be read."""
     with contextlib.suppress(*UNREADABLE):
-        return decode(kind, path.read_bytes(), path.name)
+        return decode(kind, read_small(path), path.name)
     return None
 
 

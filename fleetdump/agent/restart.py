@@ -17,7 +17,7 @@ from typing import Dict, List, Optional, Tuple
 from fleetdump.agent import importhook, procfs
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.formats import RestartLine
-from fleetdump.agent.jsonl import write_json
+from fleetdump.agent.jsonl import read_small, write_json
 from fleetdump.agent.launch import HOOK, TAP_CONFIG, architecture, begin
 from fleetdump.agent.launchplan import identity_of, inherited_environment, own_environment
 from fleetdump.agent.neighbours import describe_port_owner
@@ -185,7 +185,7 @@ def _check_port(record: ServerRecord, own: List[int]) -> None:
 
 def _tap_settings(record: ServerRecord, path: Path) -> Dict[str, object]:
     try:
-        settings = json.loads(path.read_text())
+        settings = json.loads(read_small(path))
         if os.path.isdir(record.capture_dir) and isinstance(settings, dict):
             return settings
         why = f"{record.capture_dir} is no directory"

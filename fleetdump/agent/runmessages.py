@@ -95,6 +95,8 @@ class RunProgress:
     """What the capture directory's disk has left; None while no driver has looked."""
     last_error: str = ""
     """Of the latest attempt that ended without a sample: which, how and why."""
+    given_away: int = 0
+    """Samples that were this share's once."""
 
 
 @dataclass

@@ -24,6 +24,9 @@ SLOWER, FASTER, LEAST_ALLOWED = 0.7, 1.1, 1 / 64
 DEATHS_TO_REJECT = 2
 """A sample that was alone in flight at so many deaths of the server is the cause."""
 
+DEATHS_TO_DOUBT = 3
+"""So many deaths with one sample alone in flight, and none captured in between, are the server's own fault."""
+
 
 class Sample:
     """One sample of the share that is not settled. ``offset``, ``line_bytes``: its line in work.jsonl. ``attempt``:
@@ -119,6 +122,11 @@ class Schedule:
     def suspect(self, sample: Sample) -> None:
         """Send it once more, alone."""
         self.suspects.append(sample)
+
+    def try_fresh(self) -> None:
+        """Before the suspects send one that is none, alone: can the server do anything at all?"""
+        if self.waiting:
+            self.suspects.appendleft(self.waiting.pop(0))
 
     def mind_disk(self, behind: bool) -> None:
         """Send less while the disk is behind, slowly more again when it is not."""

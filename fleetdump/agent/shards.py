@@ -7,10 +7,8 @@ knows the writer dead, and has become the one who may finish its files.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import stat
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +25,7 @@ from fleetdump.agent.formats import (
     ShardRecord,
     Writer,
 )
-from fleetdump.agent.jsonl import decode_record, open_journal, read_journal
+from fleetdump.agent.jsonl import decode_record, open_journal, open_plain, read_journal
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.runmessages import FetchArgs, FetchResult, ShardInfo, ShardsArgs, ShardsResult
 from fleetdump.agent.shardcheck import Fault, fault_of, plain_file
@@ -192,7 +190,7 @@ def fetch(args: FetchArgs, ctx: AgentContext) -> FetchResult:
     if FileName.parse(args.name) is None:
         raise AgentFailure("usage", "not the name of a file of ours", args.name, next_step="take names from 'shards'")
     try:
-        file = open(directory / args.name, "rb", opener=_open_plain)  # noqa: SIM115 (closed below)
+        file = open(directory / args.name, "rb", opener=_open_unlinked)  # noqa: SIM115 (closed below)
     except OSError as error:
         raise AgentFailure("not_found", "the file cannot be opened", str(directory / args.name), str(error)) from error
     with file:
@@ -208,13 +206,8 @@ def fetch(args: FetchArgs, ctx: AgentContext) -> FetchResult:
     return FetchResult(sent=size, size=status.st_size)
 
 
-def _open_plain(path: str, flags: int) -> int:
-    """Opener for plain files alone: no symbolic link, no waiting for the other end of a pipe."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a plain file", path)
-    return descriptor
+def _open_unlinked(path: str, flags: int) -> int:
+    return open_plain(path, flags | os.O_NOFOLLOW)
 
 
 def _run_directory(capture_dir: str, run: str) -> Path:

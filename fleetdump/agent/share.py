@@ -23,7 +23,15 @@ from fleetdump.agent.formats import (
     server_of,
     share_id,
 )
-from fleetdump.agent.jsonl import append_lines, decode_record, open_lines, read_lines, write_json
+from fleetdump.agent.jsonl import (
+    append_lines,
+    decode_line,
+    decode_record,
+    open_lines,
+    read_lines,
+    read_raw_lines,
+    write_json,
+)
 from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import NOT_WRITABLE, broken, in_words, naming, read_advice, read_record
@@ -198,9 +206,15 @@ class Share:
             progress.in_flight = 0
         if progress.state not in ("running", "paused"):
             progress.dead_launch = progress.suspect = ""
+        progress.given_away = self._given_away()
         progress.restarts = restarts_of(self.root.parent, server_of(self.server))
         self._add_order(progress)
         return progress
+
+    def _given_away(self) -> int:
+        with suppress(OSError):
+            return len(read_raw_lines(self.withdrawn)[0])
+        return 0
 
     def _add_order(self, progress: RunProgress) -> None:
         try:
@@ -328,12 +342,20 @@ def note_restart(run_dir: Path, line: RestartLine) -> None:
 
 def restarts_of(run_dir: Path, server: str) -> int:
     """How often controllers have restarted the server in the run with no sample to blame (each of those is rejected
-    after a few). A file that cannot be read counts as none."""
-    with suppress(OSError, FormatError):
-        return sum(
-            line.get("server") == server and not line.get("suspect") for line in read_lines(run_dir / RESTARTS)[0]
-        )
+    after a few). A line that cannot be read counts for every server: else they would be restarted without limit. A file
+    that cannot be read says nothing, but where none can be noted there is none."""
+    path = run_dir / RESTARTS
+    with suppress(OSError):
+        return sum(_may_be_of(line, server, str(path)) for line in read_raw_lines(path)[0])
     return 0
+
+
+def _may_be_of(line: bytes, server: str, where: str) -> bool:
+    try:
+        restart = decode_record(RestartLine, decode_line(line, where), where)
+    except FormatError:
+        return True
+    return restart.server == server and not restart.suspect
 
 
 def runs_of(state: State) -> List[str]:

@@ -35,6 +35,8 @@ def stop(args: StopArgs, ctx: AgentContext) -> StopResult:
             continue
         record = load_record(ctx.state, name)
         if record is None or not living(record):
+            if record is not None and not record.stopped_at:
+                _note_stop(record, ctx, time.time(), ended=True)  # a run's controller would bring back what died
             result.absent.append(name)
             continue
         ended = end_server(record, ctx, args.grace)

@@ -7,7 +7,9 @@ from contextlib import suppress
 from typing import List, Sequence
 
 from fleetdump.agent.context import State
-from fleetdump.agent.protocol import ProtocolError, from_json
+from fleetdump.agent.jsonl import read_small
+from fleetdump.agent.protocol import from_json
+from fleetdump.agent.records import UNREADABLE
 from fleetdump.agent.runmessages import TapStatus
 
 FRESH_SECONDS = 5.0
@@ -18,8 +20,8 @@ def taps_of(state: State, server: str, launch_id: str) -> List[TapStatus]:
     """The newest status of each tap of that launch, by role; a file that cannot be read is left out."""
     taps = []
     for path in sorted((state.root / "servers" / server).glob("tap-*.json")):
-        with suppress(OSError, ValueError, ProtocolError):
-            tap = from_json(TapStatus, json.loads(path.read_text()))
+        with suppress(*UNREADABLE):
+            tap = from_json(TapStatus, json.loads(read_small(path)))
             if tap.launch_id == launch_id:
                 taps.append(tap)
     return taps

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fleetdump.agent.formats import server_of
 from fleetdump.agent.runmessages import FINISHED, RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb
 from fleetdump.cli.runcontrol import code_of, show_shares
@@ -37,17 +39,21 @@ from fleetdump.tasks.supervise import Policy, Supervisor
 from fleetdump.tasks.survey import is_cancelled, require_not_cancelled, shares_on, survey
 from fleetdump.views.console import count, duration, err, out, print_error
 from fleetdump.views.hosts import show_event
-from fleetdump.views.run import RunView
+from fleetdump.views.run import RunView, Whole
+
+STANDSTILL_SECONDS = 300.0
+"""All servers that have work left are dead and stay so: for so long somebody may launch one, then the command ends."""
 
 
 @dataclass(frozen=True)
 class Watching:
     """What is done while the command watches: ``policy`` for servers that die, ``patience`` (seconds) with hosts that
-    cannot be reached, and the hosts that were told to join."""
+    cannot be reached, the hosts that were told to join, and what others ask for from before the run is ours on."""
 
     policy: Policy
     patience: float
     joining: Sequence[str]
+    requests: JoinRequests
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Ru
             end = _watch(
                 options, [host for host in hosts if host.name in with_shares or host.servers], plan, run, balancer
             )
+    _tell_too_late(run)
     if end.left_over:
         _tell_what_is_left(run.name, end)
     elif any(is_cancelled(share) for share in end.shares):
@@ -166,7 +173,7 @@ def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: R
         if attendance.is_first_try(name):
             _tell_absence(name, outcome, balancer.patience)
 
-    with RunView(options.as_json, moves=True) as view:
+    with RunView(options.as_json, moves=True, whole=Whole(plan.samples, balancer.ledger.copies)) as view:
         fan_out(
             hosts,
             Members(plan, run, balancer, attendance, view, supervisor).work,
@@ -224,6 +231,7 @@ class Members:
     supervisor: Supervisor
     _handed: dict[str, RunPlan] = field(default_factory=dict)
     """What a host was given last to take over, until it is known to have it."""
+    _still_since: float | None = None
 
     def work(self, host: Host) -> list[RunProgress]:
         """A host's part, to its end; its shares as they are then."""
@@ -294,6 +302,29 @@ class Members:
         self.balancer.note(host, progress)
         self.supervisor.note(host, progress)
         self.view.update(host.config.name, progress)
+        is_dead = self.supervisor.is_left_dead(host.config.name, progress)
+        if not is_dead and self._still_since is None:
+            return
+        if not self.balancer.only_waits_for(self.supervisor.is_left_dead):
+            self._still_since = None
+        elif is_dead:
+            self._mind_standstill(host.config.name, server_of(progress.server))
+
+    def _mind_standstill(self, name: str, server: str) -> None:
+        """Raise ``HostError`` once nobody has been at work for long and nobody will be: else the command would wait for
+        ever, and a script with it."""
+        now, by_hand = time.monotonic(), f"fleetdump restart --host {name} --server {server}, or fleetdump deploy"
+        if self._still_since is None:
+            self._still_since = now
+            text = f"{server} is dead and nobody else is at work: waiting {duration(STANDSTILL_SECONDS)} for it"
+            show_event(name, {"event": "step", "text": f"{text}; next: {by_hand}"})
+        if now - self._still_since >= STANDSTILL_SECONDS:
+            raise HostError(
+                f"server {server} is dead, and nobody else is at work on run {self.run.name}",
+                name,
+                "it is not restarted any more (the reason stands above)",
+                f"{by_hand}; its driver waits for that and nothing is lost; the same command goes on watching",
+            )
 
     def _hand_over(self, host: Host, plan: RunPlan, own: Sequence[RunProgress]) -> list[RunProgress]:
         """``submit`` what the host takes over; what it refuses goes to the next one that asks, and then the host still
@@ -318,17 +349,26 @@ def _is_over(shares: Sequence[RunProgress]) -> bool:
 
 def _joining_later(options: FleetOptions, run: Run) -> Callable[[], list[HostConfig]]:
     """Hosts that another call with --add-host names, as the inventory has them then."""
-    requests = JoinRequests(run.folder)
 
-    def look() -> list[HostConfig]:
-        names = tuple(requests.names())
+    def named(name: str) -> list[HostConfig]:
         try:
-            return named_hosts(options, names)
+            return named_hosts(options, (name,))
         except UsageError as error:
             print_error(error)
             return []
 
+    def look() -> list[HostConfig]:
+        return list({host.name: host for name in run.watching.requests.names() for host in named(name)}.values())
+
     return look
+
+
+def _tell_too_late(run: Run) -> None:
+    """Who asked after the last look, or while the shares were handed out that nobody watches."""
+    names = run.watching.requests.names()
+    if names:
+        text = f"{', '.join(names)} did not join, nobody watches run {run.name} any more; next: the same command again"
+        err.print(text, markup=False)
 
 
 def _tell_absence(name: str, outcome: Outcome[list[RunProgress]], patience: float) -> None:
@@ -349,10 +389,10 @@ def _tell_left(ledger: Ledger, run_name: str, name: str) -> None:
 
 
 def _tell_left_over(run_name: str, left_over: int) -> None:
-    what = f"{count(left_over, 'sample')} that hosts gave away, or refused to take, are with nobody"
+    what = f"{count(left_over, 'sample')} are with nobody: given away, refused, or their lines cannot be read"
     step = (
-        "fleetdump deploy another host and give the same command with --add-host; or fleetdump resume "
-        f"--run {run_name} --host with one that leaves, and the same command"
+        f"fleetdump collect --run {run_name} names lines that cannot be read; else deploy another host and give the "
+        f"same command with --add-host; or fleetdump resume --run {run_name} --host with one that leaves, and the same"
     )
     err.print(f"run {run_name} is not done: {what}; next: {step}", markup=False)
 

@@ -20,7 +20,7 @@ from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.errors import ExitCode, LockedError, UnreachableError, UsageError
 from fleetdump.inventory import HostConfig
-from fleetdump.tasks.attendance import ask_to_join
+from fleetdump.tasks.attendance import JoinRequests, ask_to_join
 from fleetdump.tasks.controller import arguments
 from fleetdump.tasks.extract import (
     ExtractSettings,
@@ -144,11 +144,15 @@ def extract(
     try:
         seat = try_seat(options, hosts, run_name, seat_name, controller_python) if seat_name else None
     except LockedError as error:
+        if joining:  # its controller is on a host, where nobody can leave word
+            raise
         sys.exit(_only_watch(options, hosts, run_name, error))
     if not is_begun(runs_file(runs_dir, run_name)):
         _refuse_joining(run_name, joining)
         _preflight(options, hosts, rows, data.limits, allow_full_disk)
-    watching = Watching(Policy(restarts, selfcheck=not allow_failed_selfcheck), patience, [one.name for one in joining])
+    requests = JoinRequests(runs_dir / run_name, lambda text: err.print(text, markup=False))
+    policy = Policy(restarts, selfcheck=not allow_failed_selfcheck)
+    watching = Watching(policy, patience, [one.name for one in joining], requests)
     run = Run(run_name, runs_dir, settings, watching, detach or seat is not None, seated=seat is not None)
     try:
         with sole(runs_dir / run_name, CONTROLLER):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import click
 
 from fleetdump.agent.runmessages import CANCEL, DRAIN, FINISHED, RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
 from fleetdump.cli._interrupt import interruptible
+from fleetdump.cli._preflight import ask
 from fleetdump.errors import ExitCode, UsageError
 from fleetdump.fleet import Host, Outcome, fan_out
 from fleetdump.inventory import HostConfig
 from fleetdump.tasks.control import DEADLINE, order
 from fleetdump.tasks.control import attach as attach_to
 from fleetdump.tasks.extract import FOLLOW_SECONDS, require_run_name
-from fleetdump.views.console import err, out
+from fleetdump.tasks.survey import shares_on
+from fleetdump.views.console import count, err, out
 from fleetdump.views.run import RunView
 
 run_option = click.option("--run", "run_name", required=True, metavar="NAME", help="Which run; `status` names them.")
@@ -69,12 +72,18 @@ def drain(options: FleetOptions, run_name: str) -> None:
       fleetdump drain --run conversations --host gpu07
     """
     require_run_name(run_name)
+    nobody_stays = UsageError(
+        "all hosts cannot leave a run",
+        why=f"nobody would be left to take over what they have of run {run_name}",
+        next_step="name those that leave with --host or --exclude, or have others join first (fleetdump extract "
+        "--add-host); fleetdump pause lets the whole run rest",
+    )
     if _all_are_meant(options):
-        raise UsageError(
-            "all hosts cannot leave a run",
-            next_step="name those that do with --host or --exclude; fleetdump pause lets the whole run rest",
-        )
-    sys.exit(give_order(options, options.select(read_only=False), run_name, DRAIN, whole_run=False))
+        raise nobody_stays
+    leaving = options.select(read_only=False)
+    if not _others_remain(options, leaving, run_name):
+        raise nobody_stays
+    sys.exit(give_order(options, leaving, run_name, DRAIN, whole_run=False))
 
 
 @click.command(short_help="Go on with a paused run.")
@@ -115,6 +124,16 @@ def _all_are_meant(options: FleetOptions) -> bool:
     return not (options.host or options.exclude)
 
 
+def _others_remain(options: FleetOptions, leaving: list[HostConfig], run_name: str) -> bool:
+    """Whether another host of the inventory has part in the run and is not told to leave, or cannot be asked."""
+    names = {host.name for host in leaving}
+    others = [host for host in replace(options, host=(), exclude=()).select(read_only=True) if host.name not in names]
+    answers = ask(options, others, lambda host: shares_on(host, run_name), DEADLINE)
+    return any(
+        error is not None or any(one.order != DRAIN for one in shares or []) for shares, error in answers.values()
+    )
+
+
 def watch(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:
     """Show the run as it goes until all of these hosts are done with it, or nobody works on it any more."""
     verb = Verb("attach", show_shares, code=_watched, deadline=FOLLOW_SECONDS + 900)
@@ -140,7 +159,14 @@ def give_order(
         code, shares = _on_all(
             options, hosts, run_name, verb, lambda host: order(host, run_name, what, whole_run=whole_run)
         )
-    if code == ExitCode.OK and all(share.state in FINISHED for share in shares):
+    given_away = sum(share.given_away for share in shares)
+    if code == ExitCode.OK and all(share.state in FINISHED for share in shares) and given_away:
+        text = (
+            f"these hosts have done what they kept of run {run_name}, and gave {count(given_away, 'sample')} away: the"
+        )
+        text += " same extract command hands them to others and says when all is done"
+        err.print(f"{text}; next: that, then fleetdump collect --run {run_name} --data", markup=False)
+    elif code == ExitCode.OK and all(share.state in FINISHED for share in shares):
         err.print(f"all of run {run_name} is done; next: fleetdump collect --run {run_name} --data", markup=False)
     elif code == ExitCode.OK and what == "pause":
         err.print(f"next: fleetdump resume --run {run_name}", markup=False)

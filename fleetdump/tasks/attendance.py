@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fleetdump.agent.jsonl import append_lines, open_lines, read_lines
-from fleetdump.errors import UnreachableError
+from fleetdump.agent.formats import FormatError
+from fleetdump.agent.jsonl import append_lines, decode_line, decode_record, open_lines, read_raw_lines
+from fleetdump.errors import UnreachableError, of_local_file
 from fleetdump.fleet import Outcome
 from fleetdump.inventory import HostConfig
 
@@ -102,19 +103,42 @@ class JoinLine:
 
 
 def ask_to_join(run_dir: Path, names: Sequence[str]) -> None:
-    """Leave word for the process of this machine that drives the run."""
-    with open_lines(run_dir / JOINING) as file:
-        append_lines(file, [JoinLine(name, time.time()) for name in names])
+    """Leave word for the process of this machine that drives the run. Raises ``FleetdumpError`` where that fails."""
+    try:
+        with open_lines(run_dir / JOINING) as file:
+            append_lines(file, [JoinLine(name, time.time()) for name in names])
+    except OSError as error:
+        error.filename = error.filename or str(run_dir / JOINING)
+        raise of_local_file(error) from error
 
 
 class JoinRequests:
-    """Reads what others leave by ``ask_to_join`` from now on."""
+    """Reads what others leave by ``ask_to_join`` from now on. What cannot be read of it is told, once, and passed
+    over: the run goes on without."""
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, tell: Callable[[str], None]):
         self._file = run_dir / JOINING
-        self._offset = self._file.stat().st_size if self._file.exists() else 0
+        self._tell = tell
+        self._told: set[str] = set()
+        self._offset = self._file.stat().st_size if self._file.is_file() else 0
 
     def names(self) -> list[str]:
         """Hosts that were asked since the last call."""
-        lines, self._offset = read_lines(self._file, self._offset)
-        return list(dict.fromkeys(str(line["host"]) for line in lines))
+        try:
+            lines, self._offset = read_raw_lines(self._file, self._offset)
+        except OSError as error:
+            self._tell_once(f"{self._file} cannot be read: {error.strerror or error}; nobody can join the run by it")
+            return []
+        return list(dict.fromkeys(name for name in map(self._name, lines) if name))
+
+    def _name(self, line: bytes) -> str:
+        try:
+            return decode_record(JoinLine, decode_line(line, str(self._file)), str(self._file)).host
+        except FormatError as error:
+            self._tell_once(f"a line is passed over: {error}; give the command with --add-host again")
+            return ""
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)

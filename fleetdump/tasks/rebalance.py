@@ -91,6 +91,11 @@ class Known:
         return self.host.config.name, self.progress.server
 
     @property
+    def place(self) -> Target:
+        """Its server, which may have several shares."""
+        return self.host.config.name, server_of(self.progress.server)
+
+    @property
     def left(self) -> float:
         """Tokens that are not done."""
         return max(0.0, float(self.progress.tokens - self.progress.tokens_done))
@@ -217,6 +222,13 @@ class Balancer:
         """Samples that were given away and that nobody has taken."""
         with self._lock:
             return sum(len(self.ledger.still_home(ids, *target)) for target, ids in self._homeless)
+
+    def only_waits_for(self, is_meant: Callable[[str, RunProgress], bool]) -> bool:
+        """Whether all work that is left is with the servers of such shares, (host, state), and no host may come that
+        could take it."""
+        busy = [known for known in list(self._known.values()) if known.is_busy]
+        meant = {known.place for known in busy if is_meant(known.target[0], known.progress)}
+        return bool(meant) and not self._away and not self.pending and meant == {known.place for known in busy}
 
     def wait_for_work(self, host: Host) -> RunPlan | None:
         """What the host, which has nothing to do, takes over now; None when all others are done or nearly so, or when

@@ -78,6 +78,8 @@ class Supervisor:
     sleep: Callable[[float], None] = time.sleep
     _treated: dict[tuple[str, str], str] = field(default_factory=dict)
     """The launch of each server, by host and name, whose death is being seen to or has been."""
+    _left: dict[tuple[str, str], str] = field(default_factory=dict)
+    """The launch of each server that was seen to to the end."""
     _turns: dict[str, threading.Semaphore] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -95,6 +97,11 @@ class Supervisor:
         # A daemon: what was begun on the host ends there, and must not keep the command from ending.
         threading.Thread(target=self._see_to, args=(death, turns), name=f"dead-{'-'.join(key)}", daemon=True).start()
 
+    def is_left_dead(self, host: str, progress: RunProgress) -> bool:
+        """Whether a share waits for a dead server about which nothing more is done here."""
+        launch = progress.dead_launch if progress.state == "running" else ""
+        return bool(launch) and self._left.get((host, server_of(progress.server))) == launch
+
     def _see_to(self, death: _Death, turns: threading.Semaphore) -> None:
         try:
             with turns:
@@ -102,8 +109,10 @@ class Supervisor:
         except UnreachableError:  # its driver will tell again when the host is back
             with self._lock:
                 self._treated.pop((death.host.config.name, death.server), None)
+            return
         except FleetdumpError as error:
             self._say(death, f"not restarted: {error}; next: {error.next_step or self._by_hand(death)}")
+        self._left[death.host.config.name, death.server] = death.launch_id
 
     def bring_back(self, death: _Death) -> None:
         """Diagnose, restart, and again while it does not come up and may be restarted. Raises ``UnreachableError``."""

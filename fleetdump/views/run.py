@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from fleetdump.agent.formats import server_of
 from fleetdump.agent.protocol import to_json
 from fleetdump.agent.runmessages import FINISHED, RunProgress
 from fleetdump.views.console import count, duration, err, out, quoted, size, visible
@@ -101,13 +102,29 @@ def _tokens_left(share: RunProgress) -> float:
     return max(0.0, share.tokens - share.tokens_done)
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A run as its ledger knows it: its samples, and how many of the hosts' are copies (``Ledger.copies``)."""
+
+    samples: int
+    copies: Callable[[], int]
+
+    def corrected(self, totals: RunTotals) -> RunTotals:
+        """``totals`` with each sample counted once."""
+        done = max(0, min(totals.done - self.copies(), self.samples - totals.rejected))
+        waiting = max(0, self.samples - done - totals.rejected - totals.in_flight)
+        return replace(totals, samples=self.samples, done=done, waiting=waiting)
+
+
 class RunView:
-    """Shows ``update``s from any thread; a context manager. ``moves`` as for ``totals_of``. ``as_json`` prints objects
+    """Shows ``update``s from any thread; a context manager. ``moves`` as for ``totals_of``; with ``whole`` no sample
+    counts twice. ``as_json`` prints objects
     on stdout instead: ``progress`` of a share when its state changes, and every ``TOLD_SECONDS`` while its figures do;
     ``totals`` of the run as often, and at the end."""
 
-    def __init__(self, as_json: bool = False, *, moves: bool = False) -> None:
+    def __init__(self, as_json: bool = False, *, moves: bool = False, whole: Whole | None = None) -> None:
         self._as_json = as_json
+        self._whole = whole
         self._moves = moves
         self._shares: dict[tuple[str, str], RunProgress] = {}
         self._told: dict[tuple[str, str], float] = {}
@@ -170,13 +187,18 @@ class RunView:
             err.print(self._text(), markup=False)
 
     def _totals(self) -> RunTotals:
-        return totals_of(list(self._shares.values()), moves=self._moves)
+        totals = totals_of(list(self._shares.values()), moves=self._moves)
+        return self._whole.corrected(totals) if self._whole is not None else totals
 
     def _text(self) -> str:
         totals = self._totals()
         quiet = time.monotonic() - self._moved
         if quiet < QUIET_SECONDS or totals.settled >= totals.samples:
             return totals.text()
+        dead = next(((host, share) for (host, _), share in sorted(self._shares.items()) if share.dead_launch), None)
+        if dead is not None:
+            where = f"--host {dead[0]} --server {server_of(dead[1].server)}"
+            return f"{totals.text()}; no sample for {duration(quiet)}: a server is dead; fleetdump restart {where}"
         return f"{totals.text()}; no sample for {duration(quiet)}: fleetdump diagnose says what the server does"
 
     def _render(self) -> Group:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fleetdump.errors import HostError, UnreachableError
+from fleetdump.errors import FleetdumpError, HostError, UnreachableError
 from fleetdump.fleet import Outcome
 from fleetdump.inventory import HostConfig
 from fleetdump.tasks import attendance
-from fleetdump.tasks.attendance import RETRY_SECONDS, Attendance, JoinRequests, ask_to_join
+from fleetdump.tasks.attendance import JOINING, RETRY_SECONDS, Attendance, JoinRequests, ask_to_join
 
 LOST = Outcome(None, UnreachableError("the connection was lost"), 1.0)
 WELL = Outcome([], None, 1.0)
@@ -105,7 +107,7 @@ def test_hosts_join_and_those_at_work_do_not_join_again() -> None:
 
 def test_word_is_left_for_the_process_that_drives(tmp_path: Path) -> None:
     ask_to_join(tmp_path, ["before"])
-    requests = JoinRequests(tmp_path)
+    requests = JoinRequests(tmp_path, pytest.fail)
     assert requests.names() == []
     ask_to_join(tmp_path, ["gpu09", "gpu10"])
     ask_to_join(tmp_path, ["gpu09"])
@@ -114,6 +116,30 @@ def test_word_is_left_for_the_process_that_drives(tmp_path: Path) -> None:
 
 
 def test_word_is_left_where_nobody_has_before(tmp_path: Path) -> None:
-    requests = JoinRequests(tmp_path)
+    requests = JoinRequests(tmp_path, pytest.fail)
     ask_to_join(tmp_path, ["gpu09"])
     assert requests.names() == ["gpu09"]
+
+
+def test_a_line_that_says_nothing_is_told_once_and_those_after_it_count(tmp_path: Path) -> None:
+    told: list[str] = []
+    requests = JoinRequests(tmp_path, told.append)
+    bad = [b"garbage", b'{"v":1,"t":1.0}', b'{"v":1,"t":1.0,"host":7}', b"[" * 100_000, b'{"v":2}', b"\xff"]
+    (tmp_path / JOINING).write_bytes(b"\n".join(bad) + b"\n")
+    ask_to_join(tmp_path, ["gpu09"])
+    assert requests.names() == ["gpu09"]
+    assert requests.names() == []
+    assert 1 <= len(told) <= len(bad)
+    assert all(JOINING in text for text in told)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_told_once_and_the_run_goes_on(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / JOINING)
+    told: list[str] = []
+    requests = JoinRequests(tmp_path, told.append)
+    assert (requests.names(), requests.names()) == ([], [])
+    assert len(told) == 1
+    assert str(tmp_path / JOINING) in told[0]
+    with pytest.raises(FleetdumpError, match=JOINING):
+        ask_to_join(tmp_path, ["gpu09"])

@@ -10,19 +10,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fleetdump.agent import audit, detach, healthy, lock, main, server, share
+from fleetdump.agent import audit, detach, healthy, jsonl, lock, main, restart, server, share
 from fleetdump.agent.context import AgentContext, State
+from fleetdump.agent.formats import RestartLine
 from fleetdump.agent.hostmessages import StatusArgs
 from fleetdump.agent.launch import made_dirs
 from fleetdump.agent.protocol import AgentFailure, Request, to_json
 from fleetdump.agent.server import ServerRecord, load_record, load_records, save_record
-from fleetdump.agent.servermessages import EvidenceArgs, LogsArgs, StopArgs
+from fleetdump.agent.servermessages import EvidenceArgs, LogsArgs, RunRestart, StopArgs
 from fleetdump.agent.share import Share, ShareSpec
 from fleetdump.agent.specs import CaptureSpec
 from fleetdump.agent.status import logs, status
@@ -191,6 +192,22 @@ def test_stop_of_another_server_works(ctx: AgentContext, sleeper: ServerRecord) 
     assert stop(StopArgs(["main"]), ctx).stopped == ["main"]
 
 
+def test_what_died_is_stopped_too(ctx: AgentContext, sleeper: ServerRecord) -> None:
+    """So that no run's controller brings it back, nor is its later stop taken for another one."""
+    os.killpg(sleeper.pid, signal.SIGKILL)
+    os.waitpid(sleeper.pid, 0)
+    wanted = RunRestart("r1", sleeper.launch_id, "", "")
+    restart._require_launch(sleeper, wanted)
+    assert stop(StopArgs(["main"]), ctx).absent == ["main"]
+    record = load_record(ctx.state, "main")
+    assert record is not None
+    assert record.stopped_at
+    with pytest.raises(AgentFailure, match="left alone"):
+        restart._require_launch(record, wanted)
+    stop(StopArgs(["main"]), ctx)
+    assert load_record(ctx.state, "main") == record
+
+
 def test_stop_of_all_stops_the_others_and_then_names_the_broken(ctx: AgentContext, sleeper: ServerRecord) -> None:
     path = broken_record(ctx.state, b"")
     with pytest.raises(AgentFailure) as caught:
@@ -214,6 +231,76 @@ def test_logs_and_evidence_of_others_go_on(ctx: AgentContext, sleeper: ServerRec
             look()
         assert caught.value.error.code == "not_found"
         assert "main" in caught.value.error.why
+
+
+# --------------------------------------------------------------------------- what is no plain file
+@pytest.mark.parametrize("name", ["progress.json", "driver.json", "share.json", "../order.json", "../restarts.jsonl"])
+def test_a_pipe_among_the_files_of_a_run_is_not_waited_for(ctx: AgentContext, name: str) -> None:
+    path = submitted(ctx.state, "r1").root / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    within_a_minute(lambda: status(StatusArgs(), ctx))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "servers/main/server.json",
+        "controllers/r1/controller.json",
+        "lock/holder.json",
+        "lease/holder.json",
+        audit.FILE,
+        healthy.FILE,
+    ],
+)
+def test_a_pipe_in_the_state_directory_is_not_waited_for(ctx: AgentContext, name: str) -> None:
+    path = ctx.state.root / name
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    within_a_minute(
+        lambda: (
+            status(StatusArgs(), ctx),
+            healthy.profile(ctx.state, "k"),
+            audit.last_operator(ctx.state, ["stop"], 0.0),
+        )
+    )
+
+
+def within_a_minute(look: Callable[[], object]) -> None:
+    """Fails instead of hanging: an ``open`` that waits for the other end of a pipe is interrupted."""
+
+    def hangs(*_: object) -> None:
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(60)
+    try:
+        look()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_record_of_absurd_size_is_not_read(ctx: AgentContext) -> None:
+    path = broken_record(ctx.state, b"")
+    with open(path, "r+b") as file:
+        file.truncate(jsonl.SMALL + 1)
+    with pytest.raises(AgentFailure, match=r"server\.json cannot be read") as caught:
+        load_record(ctx.state, "bad")
+    assert "larger than" in caught.value.error.why
+
+
+# --------------------------------------------------------------------------- restarts of a run
+@broken
+def test_restarts_that_cannot_be_read_count(ctx: AgentContext, data: bytes) -> None:
+    made = submitted(ctx.state, "r1")
+    share.note_restart(made.root.parent, RestartLine("main", "L1", "", "", "me", 1.0))
+    with open(made.root.parent / share.RESTARTS, "ab") as file:
+        file.write(data + b"\n")
+    share.note_restart(made.root.parent, RestartLine("other", "L1", "", "", "me", 1.0))
+    share.note_restart(made.root.parent, RestartLine("main", "L2", "", "s7", "me", 1.0))
+    (told,) = status(StatusArgs(), ctx).shares
+    assert told.restarts == 2
 
 
 # --------------------------------------------------------------------------- a full disk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
 import os
@@ -17,9 +18,10 @@ from typing import Any
 
 import pytest
 
+from fleetdump.agent import controlling, detach
 from fleetdump.agent.clean import clean
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.controlling import OLDEST_PYTHON, PACKAGES, controller, controllers_of, stop_controllers
+from fleetdump.agent.controlling import OLDEST_PYTHON, PACKAGES, RECORD, controller, controllers_of, stop_controllers
 from fleetdump.agent.hostmessages import CleanArgs, ControllerArgs, ControllerResult, ControllerState, StatusResult
 from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import AgentFailure, Request
@@ -31,6 +33,7 @@ from fleetdump.inventory.dump import dump
 from fleetdump.ledger import Ledger
 from fleetdump.tasks.controller import DATA, Files, code_files, fleet_from, require_alone, run_files
 from fleetdump.tasks.extract import open_run
+from fleetdump.tasks.runlock import CONTROLLER, sole
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
@@ -96,6 +99,52 @@ def test_one_that_is_started_lives_on_and_stands_in_the_way_of_another(state: St
     record = json.loads((folder / "controller.json").read_text())
     assert not is_alive(record["pid"], record["start_time"])
     assert [one.alive for one in controllers_of(state)] == [False]
+
+
+@pytest.mark.parametrize("data", [b"", b"[" * 100_000, None])
+def test_where_nobody_can_say_whether_one_lives_none_is_started(state: State, data: bytes | None) -> None:
+    record = state.directory("controllers", "r") / RECORD
+    record.mkdir() if data is None else record.write_bytes(data)
+    with pytest.raises(AgentFailure, match=r"controller\.json cannot be read") as refused:
+        call(state, "stay", detach=True)
+    assert str(record.parent) in refused.value.error.next_step
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", None])
+def test_a_controller_whose_record_is_lost_is_known_by_its_lock(state: State, data: bytes | None) -> None:
+    """A second one must not be started elsewhere, and ``clean`` must end it."""
+    folder = state.directory("controllers", "r")
+    (folder / RECORD).mkdir() if data is None else (folder / RECORD).write_bytes(data)
+    assert controllers_of(state) == []
+    with sole(folder / "runs/r", CONTROLLER):
+        (told,) = controllers_of(state)
+        assert (told.run, told.pid, told.alive) == ("r", os.getpid(), True)
+    assert controllers_of(state) == []
+
+
+def test_one_that_cannot_be_recorded_does_not_live(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawned: list[tuple[int, int]] = []
+
+    def spawn(*args: Any, **more: Any) -> tuple[int, int]:
+        spawned.append(detach.spawn_detached(*args, **more))
+        return spawned[-1]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(controlling, "spawn_detached", spawn)
+    monkeypatch.setattr(controlling, "write_json", full)
+    with pytest.raises(AgentFailure) as refused:
+        call(state, "stay", detach=True)
+    error = refused.value.error
+    assert (error.code, error.why) == ("failed", os.strerror(errno.ENOSPC))
+    assert error.where.endswith(RECORD)
+    assert error.next_step
+    give_up = time.monotonic() + SECONDS
+    while is_alive(*spawned[0]) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert not is_alive(*spawned[0])
+    assert not (state.root / "controllers/r/seen.json").exists(), "nothing of it has run"
 
 
 @pytest.mark.parametrize("runs", [[], ["r"]])

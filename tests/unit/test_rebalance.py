@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +20,7 @@ from fleetdump.errors import ExitCode, HostError, UnreachableError, UsageError
 from fleetdump.fleet import Host, Outcome
 from fleetdump.ledger import Ledger, Planned
 from fleetdump.tasks import rebalance
-from fleetdump.tasks.attendance import Attendance
+from fleetdump.tasks.attendance import Attendance, JoinRequests
 from fleetdump.tasks.extract import ExtractSettings, RunPlan
 from fleetdump.tasks.rebalance import START_SECONDS, Balancer, Known, fair_part
 from fleetdump.tasks.supervise import Policy
@@ -184,7 +184,7 @@ def members(balancer: Balancer, monkeypatch: pytest.MonkeyPatch, hosts: Sequence
     """What the hosts do that take part, without their manifests."""
     monkeypatch.setattr(_driving, "taking_in", lambda *_: nullcontext())
     monkeypatch.setattr(_driving, "submit", lambda host, *_: list(host.shares))
-    anything = cast(Any, SimpleNamespace(update=lambda *_: None, note=lambda *_: None))
+    anything = cast(Any, SimpleNamespace(update=lambda *_: None, note=lambda *_: None, is_left_dead=lambda *_: False))
     run = cast(Any, SimpleNamespace(name="r", settings=ExtractSettings()))
     plan = RunPlan("r", {}, 4, [], resumed=True)
     return _driving.Members(plan, run, balancer, Attendance([host.config for host in hosts]), anything, anything)
@@ -562,9 +562,49 @@ def test_a_run_is_not_done_when_its_hosts_are_and_a_sample_is_with_none_of_them(
 
     monkeypatch.setattr(_driving, "fan_out", fan_out)
     run = cast(Any, SimpleNamespace(name="r", folder=Path("nowhere"), settings=ExtractSettings(), seated=False))
-    run.watching = _driving.Watching(Policy(), 600.0, ())
+    run.watching = _driving.Watching(Policy(), 600.0, (), JoinRequests(Path(), pytest.fail))
     plan = RunPlan("r", {}, 4, [], resumed=False)
     options = FleetOptions(Path("inventory.yaml"), (), (), False, False, False, 1)
     end = _driving._watch(options, [cast(Any, Answering("slow").config)], plan, run, balancer)
     assert (end.code, end.left_over) == (ExitCode.OK, left_over)
     assert end.exit_code == (ExitCode.FAILED if left_over else ExitCode.OK)
+
+
+# --------------------------------------------------------------------------- when nobody is at work any more
+@pytest.fixture
+def standing(balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> _driving.Members:
+    """A run whose servers with a dead launch are not brought back."""
+    monkeypatch.setattr(_driving, "STANDSTILL_SECONDS", 0.0)
+    supervisor = SimpleNamespace(note=lambda *_: None, is_left_dead=lambda _, progress: bool(progress.dead_launch))
+    # Its second share waits for its turn on the same server, and knows nothing of the death.
+    balancer.note(Answering("slow").host, replace(busy(rate=0.0), server="main.1"))
+    parts = (SimpleNamespace(name="r"), balancer, None, SimpleNamespace(update=lambda *_: None), supervisor)
+    return _driving.Members(cast(Any, None), *cast(Any, parts))
+
+
+def test_a_run_whose_servers_are_all_dead_ends_with_what_to_do(standing: _driving.Members) -> None:
+    dead = busy(rate=0.0)
+    dead.dead_launch = "L1"
+    with pytest.raises(HostError, match="nobody else is at work") as caught:
+        standing._note(Answering("slow").host, dead)
+    assert "fleetdump restart --host slow --server main" in caught.value.next_step
+    assert caught.value.exit_code == ExitCode.FAILED
+    standing._note(Answering("slow").host, busy())
+    assert standing._still_since is None, "the next death has its own time"
+
+
+@pytest.mark.parametrize("other", ["works", "away", "pending"])
+def test_while_another_host_may_do_the_work_it_is_waited_for(standing: _driving.Members, other: str) -> None:
+    dead = busy(rate=0.0)
+    dead.dead_launch = "L1"
+    if other == "works":
+        standing.balancer.note(Answering("fast").host, busy())
+    elif other == "away":
+        standing.balancer._away["fast"] = 0.0
+    else:
+        standing.balancer.pending.add("fast")
+    standing._note(Answering("slow").host, dead)
+    standing.balancer.forget("fast")
+    standing.balancer._away.clear()
+    with pytest.raises(HostError):
+        standing._note(Answering("slow").host, dead)

@@ -88,6 +88,26 @@ def test_a_screen_that_is_too_small_keeps_totals_and_troubled_hosts(screen: io.S
     assert "gpu27" in screen.getvalue()
 
 
+def test_a_sample_that_two_hosts_have_done_counts_once(capsys: pytest.CaptureFixture[str]) -> None:
+    done = replace(FAST, state="done", samples=100, done=100, rejected=0, in_flight=0)
+    with run.RunView(whole=run.Whole(samples=150, copies=lambda: 50)) as view:
+        view.update("gpu01", done)
+        assert view._totals().samples == 150
+        view.update("gpu02", done)
+        totals = view._totals()
+    assert (totals.done, totals.samples, totals.waiting) == (150, 150, 0)
+    assert "150/150 samples" in capsys.readouterr().err
+
+
+def test_a_run_that_waits_for_a_dead_server_says_how_to_launch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "QUIET_SECONDS", -1.0)
+    with run.RunView() as view:
+        view.update("gpu01", replace(FAST, server="main.1", dead_launch="L1"))
+        assert view._text().endswith("a server is dead; fleetdump restart --host gpu01 --server main")
+        view.update("gpu01", replace(FAST, server="main.1"))
+        assert "fleetdump diagnose" in view._text()
+
+
 def test_a_run_that_waits_says_for_what_once(capsys: pytest.CaptureFixture[str]) -> None:
     share = replace(FAST, detail="server main died (pid 7): waiting for it to be launched again")
     with run.RunView() as view:

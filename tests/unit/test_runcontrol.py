@@ -19,11 +19,13 @@ from fleetdump.agent.drive import follow, order, start_driver, submit
 from fleetdump.agent.protocol import AgentFailure, Request
 from fleetdump.agent.runmessages import FollowArgs, OrderArgs, RunProgress, SubmitArgs
 from fleetdump.agent.share import Share
+from fleetdump.agent.withdraw import give_away
 from fleetdump.cli import runcontrol
 from fleetdump.cli._fleet import FleetOptions
 from fleetdump.cli.runcontrol import _watched
-from fleetdump.errors import ExitCode, LockedError
+from fleetdump.errors import ExitCode, LockedError, UnreachableError
 from fleetdump.fleet import Outcome
+from fleetdump.inventory import HostConfig
 from fleetdump.tasks.runlock import CONTROLLER, sole
 
 SECONDS = 60.0
@@ -237,6 +239,50 @@ def test_an_order_is_told_as_what_it_is(
     text = shown(shares, what, monkeypatch)
     assert said in text
     assert not_said not in text
+
+
+@pytest.mark.parametrize("what", ["drain", "resume", "pause"])
+def test_what_was_given_away_is_not_called_done(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor by the second of two orders, when the share has ended with what it kept."""
+    text = shown([RunProgress("r1", "main", "done", 4, 4, given_away=5)], what, monkeypatch)
+    assert "gave 5 samples away" in text
+    assert "same extract command" in text
+    assert "all of run" not in text
+
+
+def test_what_a_share_gave_away_is_told(host: StandIn, share: Share) -> None:
+    kill_driver(share)
+    give_away(share, ["c01", "c02"])
+    assert share.progress().given_away == 2
+
+
+@pytest.mark.parametrize(
+    ("others", "remain"),
+    [
+        ({}, False),
+        ({"h2": []}, False),
+        ({"h2": ["drain"]}, False),
+        ({"h2": ["drain"], "h3": [""]}, True),
+        ({"h2": None}, True),
+    ],
+)
+def test_somebody_has_to_stay_in_the_run(
+    others: dict[str, list[str] | None], remain: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    inventory = {"hosts": {name: {"address": name} for name in ("h1", *others)}}
+    (tmp_path / "i.yaml").write_text(json.dumps(inventory))
+
+    def ask(_: object, configs: Sequence[HostConfig], *__: object) -> dict[str, object]:
+        assert [config.name for config in configs] == list(others)
+        away = UnreachableError("the connection was lost")
+        answers = {
+            name: [RunProgress("r1", "main", "done", order=one) for one in told or []] for name, told in others.items()
+        }
+        return {name: (answers[name], away if others[name] is None else None) for name in others}
+
+    monkeypatch.setattr(runcontrol, "ask", ask)
+    options = FleetOptions(tmp_path / "i.yaml", ("h1",), (), False, False, False, 1)
+    assert runcontrol._others_remain(options, options.select(read_only=False), "r1") == remain
 
 
 def test_one_process_drives_a_run(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,49 @@ def test_a_driver_names_the_launch_that_died_and_the_sample_that_was_alone_with_
     assert says(share, "", "")
 
 
+def test_a_server_that_dies_with_everything_is_doubted_and_no_sample_is_rejected_for_it(host: StandIn) -> None:
+    """From the third death with one alone they count as the server's; when it works again, all are captured."""
+    good = {f"a{n}": 10 + n for n in range(8)}
+    host.set_faults(poison=list(good), delay=0.05)
+    host.start()
+    share = host.share(good, token_budget=33)  # two at a time: the longest, which are suspects then
+    start_driver(host.state, share)
+    told = []
+    for _ in range(5):
+        wait_for(lambda: share.progress().dead_launch == host.launch_id, SECONDS)
+        told.append(share.progress().suspect)
+        host.kill()
+        host.start()
+    wait_for(lambda: share.progress().dead_launch == host.launch_id, SECONDS)
+    host.kill()
+    host.set_faults(delay=0.0)
+    host.start()
+    wait_for(lambda: share.progress().state == "done", SECONDS)
+    assert (told[0], sorted(told[1:3]), told[3:]) == ("", ["a6", "a7"], ["", ""])
+    assert rejected_of(share) == {}
+    assert len(manifest_of(share)) == len(good)
+
+
+def test_several_samples_that_kill_are_found_out_one_after_the_other(host: StandIn) -> None:
+    bad = [f"b{n}" for n in range(3)]
+    host.set_faults(poison=bad, delay=0.05)
+    host.start()
+    share = host.share({**dict.fromkeys(bad, 30), **{f"a{n}": 10 for n in range(8)}}, token_budget=100)
+    start_driver(host.state, share)
+
+    def died_or_done() -> bool:
+        return share.progress().dead_launch == host.launch_id or share.progress().state == "done"
+
+    for _ in range(20):
+        wait_for(died_or_done, SECONDS)
+        if share.progress().state == "done":
+            break
+        host.kill()
+        host.start()
+    assert rejected_of(share) == dict.fromkeys(bad, "killed_server")
+    assert len(manifest_of(share)) == 8
+
+
 def test_a_server_that_was_stopped_is_not_dead(host: StandIn) -> None:
     host.set_faults(delay=0.2)
     host.start()
@@ -105,11 +148,30 @@ def test_restarts_are_counted_by_server_beside_the_shares(
     assert Share.of(host.state, "r1", "main.2").progress().restarts == count, "a share that came later too"
 
 
-@pytest.mark.parametrize("text", [b"\x00\xff\n", b'{"v":9}\n', b"[]\n", b'{"v":1,"server":"main","suspect":""}'])
-def test_a_count_that_cannot_be_read_is_none(host: StandIn, text: bytes) -> None:
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [(b"\x00\xff\n", 1), (b'{"v":9}\n', 1), (b"[]\n[]\n", 2), (b'{"v":1,"server":"main","suspect":""}', 0)],
+)
+def test_a_line_that_cannot_be_read_counts_and_a_torn_one_does_not(host: StandIn, text: bytes, count: int) -> None:
     share = host.share({"a": 10})
     (share.root.parent / RESTARTS).write_bytes(text)
-    assert restarts_of(share.root.parent, "main") == 0
+    assert restarts_of(share.root.parent, "main") == count
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_where_restarts_cannot_be_counted_there_are_none(
+    server: ServerSpec, ctx: AgentContext, make: Callable[[Path], None]
+) -> None:
+    before = killed(ctx, server)
+    args = in_run(ctx, before)
+    path = ctx.state.root / "runs/r" / RESTARTS
+    make(path)
+    with pytest.raises(OSError) as caught:
+        restart(args, ctx)
+    assert caught.value.filename == str(path)
+    record = load_record(ctx.state, "main")
+    assert record is not None
+    assert record.launch_id == before
 
 
 # --------------------------------------------------------------------------- the restart

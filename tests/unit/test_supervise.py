@@ -228,3 +228,22 @@ def test_an_error_of_the_host_is_told_and_not_repeated(servers: Servers) -> None
     wait_for(lambda: "not restarted: gpu01: the audit log cannot be written; next: mv it away" in told.text, 60.0)
     told.supervisor.note(servers.host, dead())
     assert len(servers.asked) == 1
+
+
+# --------------------------------------------------------------------------- when nobody is at work any more
+def test_a_death_that_was_seen_to_is_left_until_there_is_another_launch(servers: Servers) -> None:
+    told = supervised(0)
+    assert not told.supervisor.is_left_dead("gpu01", dead())
+    told.supervisor.note(servers.host, dead())
+    wait_for(lambda: told.supervisor.is_left_dead("gpu01", dead(server="main.1")), 60.0)
+    for other in (dead(""), dead("L2"), dead(state="paused"), dead(server="second")):
+        assert not told.supervisor.is_left_dead("gpu01", other)
+    assert not told.supervisor.is_left_dead("gpu02", dead())
+
+
+def test_one_that_could_not_be_reached_is_not_left(servers: Servers) -> None:
+    servers.evidence = UnreachableError("the connection was lost", "gpu01")
+    told = supervised(0)
+    told.supervisor.note(servers.host, dead())
+    wait_for(lambda: told.supervisor._treated == {}, 60.0)
+    assert not told.supervisor.is_left_dead("gpu01", dead())
