@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -47,6 +48,9 @@ mount -t proc proc $root/proc
 mount --rbind /dev $root/dev
 mkdir -p $root/run/sshd $root/lab
 mount -t tmpfs -o size={disk}m,mode=1777 lab $root/tmp
+# The tests' own interpreter is there too, also where the repository lies below /tmp.
+prefix={prefix}
+[ -e "$root$prefix" ] || {{ mkdir -p "$root$prefix"; mount --bind -o ro "$prefix" "$root$prefix"; }}
 cp {files}/* $root/lab/
 # bash reads it under sshd: what this machine's root wants at a login (pyenv init takes a lock) is no part of the lab.
 : > $root/root/.bashrc
@@ -266,7 +270,8 @@ class Lab:
         shutil.copy(f"{self.identity_file}.pub", files / "authorized_keys")
         (files / "sshd_config").write_text(_SSHD_CONFIG)
         log = self.directory / f"{name}.log"
-        script = _INIT.format(disk=DISK_MB, files=files, name=name, address=address)
+        prefix = shlex.quote(sys.prefix)
+        script = _INIT.format(disk=DISK_MB, files=files, name=name, address=address, prefix=prefix)
         unshare = [
             "unshare",
             "--net",
