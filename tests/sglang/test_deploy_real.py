@@ -95,7 +95,7 @@ class Deployed:
         self.report: DeployReport = deploy(self.host, self.plan, self.events.append)
 
     def step(self, name: str) -> str:
-        return "\n".join(str(event["text"]) for event in self.events if event.get("step") == name)
+        return "\n".join(str(event["text"]) for event in self.events if event.get("step") == name and "text" in event)
 
     def journal(self, run: str) -> list[Any]:
         records: list[Any] = []
