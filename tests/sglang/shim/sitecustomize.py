@@ -43,23 +43,27 @@ def events_of_the_cpu(module):
 
 
 def record_naive(module):
-    complete = module._Stream.value
+    complete = module._Stream.complete
 
-    def value(stream):
-        hidden = getattr(stream.hidden_states, "contribution", stream.hidden_states)  # from 0.5.21 perhaps opaque
+    def naive_of(stream, batch):
+        hidden = getattr(stream.states, "contribution", stream.states)  # from 0.5.21 perhaps opaque
         hidden = getattr(hidden, "value", hidden)
-        batch_stream = getattr(stream.forward_batch, "residual_stream", None)
+        batch_stream = getattr(batch, "residual_stream", None)
         residual = stream.residual if batch_stream is None else batch_stream.residual
-        naive = hidden.clone() if residual is None else None
-        if residual is not None and residual.shape == hidden.shape:  # else the rows of all replicas are in one sum
-            naive = hidden + residual
-        ours = complete(stream)
+        if residual is None:
+            return hidden.clone()
+        # Else the rows of all replicas are in one sum.
+        return hidden + residual if residual.shape == hidden.shape else None
+
+    def completing(stream, batch):
+        naive = naive_of(stream, batch)
+        complete(stream, batch)
+        ours = stream.states if stream.residual is None else stream.states + stream.residual
         if len(ours) and naive is not None:
             with open(os.environ["FLEETDUMP_TEST_NAIVE"], "a") as file:
                 file.write(f"{float((ours - naive).abs().max() / ours.abs().max())}\n")
-        return ours
 
-    module._Stream.value = value
+    module._Stream.complete = completing
 
 
 SHIMS = {
