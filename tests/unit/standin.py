@@ -130,12 +130,12 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(faults.get("delay", 0))
         if rid.sample in faults.get("poison", []):
             os.kill(os.getpid(), signal.SIGKILL)
+        self.in_flight.discard(request["rid"])  # before anybody can know that it is through, and send the next one
         if rid.sample in faults.get("error", []):
             self._answer(500, {"error": "as told"})
         else:
             self.tap.capture(rid, request["input_ids"], faults)
             self._answer(200, {"text": "x"})
-        self.in_flight.discard(request["rid"])
         return None
 
     def _answer(self, status: int, data: dict) -> None:
