@@ -30,7 +30,7 @@ LENGTHS = (448, 64, 352, 160, 256)
 SECONDS = 800.0
 """How long the run would take if no server ever had nothing to do. What is lost at its end does not grow with it."""
 TAIL = 0.05
-_TOKENIZER = '''"""A tokenizer for rows that bring their ids."""
+TOKENIZER = '''"""A tokenizer for rows that bring their ids."""
 
 
 class Tokenizer:
@@ -122,7 +122,7 @@ class Engine:
 
 def _make_engine(scratch: Path) -> Engine:
     site, model = scratch / "site", scratch / "model"
-    for name, text in {"sglang": "", "transformers": _TOKENIZER}.items():
+    for name, text in {"sglang": "", "transformers": TOKENIZER}.items():
         (site / name).mkdir(parents=True)
         (site / name / "__init__.py").write_text(text)
     (site / "sglang" / "version.py").write_text('__version__ = "0.5.20"\n')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -38,7 +37,7 @@ from fleetdump.agent.records import NOT_WRITABLE, broken, in_words, naming, read
 from fleetdump.agent.runmessages import CANCEL, DRAIN, FINISHED, PAUSE, TOO_LONG, RunProgress
 from fleetdump.agent.schedule import Sample
 from fleetdump.agent.specs import CaptureSpec
-from fleetdump.agent.turn import Turn
+from fleetdump.agent.turn import Turn, try_lock
 
 STOP_SECONDS = 5.0
 RESTARTS = "restarts.jsonl"
@@ -260,13 +259,9 @@ class Share:
 
     # ------------------------------------------------------------------ the one driver
     def claim(self) -> Optional[BinaryIO]:
-        """Become this share's driver: an exclusive lock that the kernel drops when the process ends, however it ends.
-        None when another process has it. Keep the returned file open."""
-        lock = open(self.root / "driver.lock", "ab")  # noqa: SIM115 (outlives this call)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
+        """Become this share's driver, by ``try_lock``. None when another process is. Keep the returned file open."""
+        lock = try_lock(self.root / "driver.lock")
+        if lock is None:
             return None
         pid = os.getpid()
         write_json(self.root / "driver.json", DriverRecord(pid, start_time(pid) or 0, time.time()))

@@ -11,9 +11,20 @@ from pathlib import Path
 from typing import BinaryIO, Optional
 
 
+def try_lock(path: Path) -> Optional[BinaryIO]:
+    """An exclusive lock on the file, which the kernel drops when it is closed or the process ends, however it ends.
+    None when another process has it; does not wait."""
+    lock = open(path, "ab")  # noqa: SIM115 (outlives this call)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
 class Turn:
-    """An exclusive lock on ``path``, which the kernel drops when the process ends, however it ends. A context manager:
-    whoever leaves it lets the next one send."""
+    """The lock on ``path``. A context manager: whoever leaves it lets the next one send."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -21,16 +32,9 @@ class Turn:
 
     def take(self) -> bool:
         """Whether it is ours, from now on until the end; does not wait."""
-        if self._lock is not None:
-            return True
-        lock = open(self._path, "ab")  # noqa: SIM115 (outlives this call)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            return False
-        self._lock = lock
-        return True
+        if self._lock is None:
+            self._lock = try_lock(self._path)
+        return self._lock is not None
 
     def __enter__(self) -> Turn:
         return self

@@ -20,6 +20,8 @@ from typing import Any
 from fleetengine import MODEL, PYTHON, STATE, install, site_packages
 from hosts import LabHost, wait_for
 
+from bench.drivetail import TOKENIZER
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = "/lab/code"
 CONFIG = "/tmp/standin.json"
@@ -28,25 +30,6 @@ LAYERS = [1, 3]
 CAPTURE = "/capture/hs"
 CAPTURE_CONFIG = {"layers": LAYERS, "dir": CAPTURE, "shard_bytes": 8 << 20, "header_bytes": 16384}
 SHIPPED = ("fleetdump", "patches/hidden-states", "tests/unit/standin.py", "tests/unit/standin_tap.py")
-
-_TOKENIZER = '''"""A tokenizer for rows that bring their ids."""
-
-
-class Tokenizer:
-    chat_template = None
-
-    def __len__(self):
-        return 512
-
-    def decode(self, ids):
-        return " ".join(map(str, ids))
-
-
-class AutoTokenizer:
-    @staticmethod
-    def from_pretrained(*_, **__):
-        return Tokenizer()
-'''
 
 _SKEWED_DRIVER = """
 import sys, time
@@ -79,7 +62,7 @@ class CaptureHost:
         install(self.lab)
         tokenizer = site_packages(self.lab) / "transformers"
         tokenizer.mkdir()
-        (tokenizer / "__init__.py").write_text(_TOKENIZER)
+        (tokenizer / "__init__.py").write_text(TOKENIZER)
         for name in (*SHIPPED, "tests/lab/captureserver.py"):
             target = self.lab.path(f"{CODE}/{name}")
             target.parent.mkdir(parents=True, exist_ok=True)
