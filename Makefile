@@ -1,11 +1,13 @@
 # Two Python environments: .venv for the controller and the tests, build/sglang-venv for the real SGLang on the CPU.
 # Variables:  TP=2                 ranks of the demo's server (default 1)
 #             PYTHON=python3.12    Python >= 3.10 for .venv
+#             WORKERS=2            processes of `make test`: the lab's hosts in one, the real SGLang in another, then the rest
 #             FLEETDUMP_TORCH_SPEC where torch comes from, for pip (default torch==2.13.0)
 #             FLEETDUMP_PIP_ARGS   further arguments for every pip call, for instance an index with CPU wheels
 TP ?= 1
 PYTHON ?= python3
 PYTEST_ARGS ?=
+WORKERS ?= 2
 MATRIX_ARGS ?=
 FAULTS ?= nightly or not nightly
 BIN := .venv/bin
@@ -33,7 +35,7 @@ demo: setup ## the whole journey with a real SGLang on the CPU (TP=2 for two ran
 	@$(BIN)/python -m demo.run --tp $(TP)
 
 test: setup ## all tests but the nightly ones, with coverage
-	@COVERAGE_MIN=85 .ci/test -m "not nightly" $(PYTEST_ARGS)
+	@COVERAGE_MIN=85 .ci/test -m "not nightly" --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-cases: $(STAMP) ## the diagnosis on every known case of a hang
 	@$(BIN)/pytest tests/cases -q -p no:cacheprovider | $(BIN)/python -m tests.cases.summary

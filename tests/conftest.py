@@ -29,6 +29,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What shares a bridge with hosts or a copy of SGLang stays in one process of ``make test``; else a file does."""
+    for item in items:
+        folder, *rest = item.path.relative_to(HERE).parts
+        item.add_marker(pytest.mark.xdist_group(folder if folder in ("lab", "sglang") else "/".join(rest)))
+
+
 @pytest.fixture(scope="session")
 def verbs_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package ``fleetdump`` whose agent also knows the verbs of ``testverbs``."""
