@@ -231,10 +231,19 @@ def _thread(tid: int, before: Optional[Ticks], now: Ticks, elapsed: float) -> Th
         name=now.name,
         state=now.state,
         cpu=round((user + system) / procfs.TICKS_PER_SECOND / elapsed, 3),
-        demand=round(min(1.0, (now.wanted_ns - before.wanted_ns) / 1e9 / elapsed), 3),
+        demand=_demand(before, now, elapsed),
         user_share=round(user / (user + system), 3) if user + system else 0.0,
         voluntary=round((now.voluntary - before.voluntary) / elapsed, 1),
     )
+
+
+def _demand(before: Ticks, now: Ticks, elapsed: float) -> float:
+    """As ``ThreadFacts.demand``. The kernel counts a wait for a core when it ends, which on a crowded host may be after
+    the second sample. But who could run at both of them and has not gone to sleep between wanted a core all the time.
+    """
+    if before is not now and before.state == now.state == "R" and before.voluntary == now.voluntary:
+        return 1.0
+    return round(min(1.0, (now.wanted_ns - before.wanted_ns) / 1e9 / elapsed), 3)
 
 
 def where_is(pid: int, tid: int) -> Tuple[str, str]:

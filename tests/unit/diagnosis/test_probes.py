@@ -421,3 +421,21 @@ def test_lock_files_of_hubs_and_of_caches_elsewhere(tmp_path: Path) -> None:
     )
     assert {(f.use, f.path) for f in found} == {("hub", str(hub)), ("compile", str(cache))}
     assert all(f.fstype for f in found)
+
+
+@pytest.mark.parametrize(
+    ("state", "voluntary", "demand"), [("R", 7, 1.0), ("S", 7, 0.4), ("R", 6, 0.4)], ids=["ran", "woke up", "slept"]
+)
+def test_who_never_slept_wanted_a_core_all_the_time(state: str, voluntary: int, demand: float) -> None:
+    """The kernel has counted 0.8 s of 2 s: the rest of the wait is not over yet."""
+    sample = procfs.read_process(os.getpid())
+    assert sample is not None
+    before = process.Ticks("x", state, 0, 0, voluntary)
+    now = process.Ticks("x", "R", 10, 0, 7, wanted_ns=800_000_000)
+    first, second = (
+        process.Snapshot(at, {sample.pid: sample}, {sample.pid: {sample.pid: ticks}})
+        for at, ticks in ((0.0, before), (2.0, now))
+    )
+    (facts,) = process.compare(first, second, "").processes
+    assert facts.main is not None
+    assert facts.main.demand == demand
