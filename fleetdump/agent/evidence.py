@@ -133,7 +133,7 @@ class Collector:
         """Reads only: everything that needs no right but the reader's and stops nobody."""
         target, probes = self._target, self._probes
         log = _log_path(target)
-        reader = LogReader(log, target.ranks)
+        reader = LogReader(log, max(1, target.ranks // max(1, target.nodes)))  # of the ranks that are on this host
         first = self._snapshot()
         began = time.monotonic()
         probes.run("log", reader.first, None, 5.0)

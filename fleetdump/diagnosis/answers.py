@@ -16,6 +16,8 @@ SILENCE_OF = {"init": 120.0, "serving": 60.0}
 """Where more is usual: a communicator of 8 GPUs was seen to take 62 s, and a batch of long prompts takes a minute."""
 STARVED_LINES = 2
 FIRST_SERVER_ERROR = 500
+ENGINE_WAITS_TOLD = 60.0
+"""Seconds that vLLM's engine waits until it says so, each time."""
 ENGINE_WAITS_EVERY = 90.0
 """Seconds after which what vLLM's engine says every minute, while it waits for its workers, is old."""
 USUAL_LINE = 100
@@ -26,6 +28,7 @@ _REQUEST = re.compile(r"/(?:generate|encode|classify|completions|embeddings|rera
 """Endpoints that need the engine; all others (status, models, metrics) the HTTP server answers by itself."""
 _ENGINE_WAITS = re.compile(r"\(EngineCore.*[Nn]o available (?:shared memory broadcast )?block")
 """Said by the engine core once a minute; a worker that has nothing to do says it too."""
+_ACCESS = re.compile(r'"(?:GET|POST|HEAD|OPTIONS) /')
 _BAR = re.compile(r"(?P<done>\d+)/(?P<total>\d+) \[(?P<spent>[\d:?]+)<(?P<left>[\d:?]+)")
 
 
@@ -127,6 +130,7 @@ class Answers:
         # A log that did not grow between the samples is at least that old: less means that nobody looked.
         known = log.exists and (log.growth or log.quiet_seconds >= self.evidence.seconds)
         quiet = log.quiet_seconds if known else self.evidence.uptime or math.inf
+        quiet += self._waits_told * ENGINE_WAITS_TOLD
         if log.news_seconds:
             quiet = max(quiet, log.news_seconds)
         elif log.growth and log.repeated and not log.news:
@@ -135,6 +139,15 @@ class Answers:
         usual = SILENCE_OF.get(phase, SILENCE)
         given = getattr(watch.patiences, phase, usual) if watch and watch.patiences else usual
         return quiet, given
+
+    @property
+    def _waits_told(self) -> int:
+        """How often in a row, up to now, vLLM's engine has said that its workers do not come; requests that are logged
+        meanwhile do not count."""
+        if not self.is_vllm:
+            return 0
+        lines = [line for line in self.evidence.log.tail if not _ACCESS.search(line)]
+        return next((n for n, line in enumerate(reversed(lines)) if not _ENGINE_WAITS.search(line)), len(lines))
 
     @property
     def within_patience(self) -> bool:

@@ -21,7 +21,7 @@ CODES: dict[str, Code] = {
     ),
     "BUSY_NOT_HUNG": Code(
         "it moves by some measure, or has been silent for less than it may be",
-        ("sgl-project/sglang#22511", "sgl-project/sglang#10856", "NVIDIA/nccl#1646"),
+        ("sgl-project/sglang#22511", "sgl-project/sglang#10856", "sgl-project/sglang#26568", "NVIDIA/nccl#1646"),
     ),
     "NOT_RUNNING": Code("fleetdump stop ended it"),
     "LOADING_SLOW": Code(
@@ -40,7 +40,7 @@ CODES: dict[str, Code] = {
     ),
     "PIPE_EOF_IMPOSSIBLE": Code("somebody reads a pipe to which only it could write", ("sgl-project/sglang#34233",)),
     "LAUNCHER_DIED": Code("the launcher is gone; the first exception says whose fault it was"),
-    "RANK_CRASHED": Code("a rank raised, and the server has not ended itself yet"),
+    "RANK_CRASHED": Code("a rank raised or crashed, and the server has not ended itself yet"),
     "API_ALIVE_ENGINE_DEAD": Code(
         "the HTTP server answers for an engine, rank or detokenizer that is dead",
         ("sgl-project/sglang#21486", "vllm-project/vllm#21443"),
@@ -63,15 +63,18 @@ CODES: dict[str, Code] = {
         "graph capture stands still and no rank stands out",
         ("sgl-project/sglang#4007", "sgl-project/sglang#4417", "vllm-project/vllm#46933"),
     ),
-    "MISSING_RANK": Code("one rank, or another host, is not where all others wait for it", ("NVIDIA/nccl#394",)),
+    "MISSING_RANK": Code(
+        "one rank, or another host, is not where all others wait for it", ("NVIDIA/nccl#394", "NVIDIA/nccl#905")
+    ),
     "RANK_SPIN": Code("a rank of a server that has served burns a core and never comes back"),
     "WARMUP_STALL": Code("the port is open and the warm-up request never ends", ("sgl-project/sglang#17941",)),
     "COLLECTIVE_DIVERGED": Code(
         "ranks are in different collectives, or in one with different sizes",
-        ("sgl-project/sglang#22607", "pytorch/pytorch#97191"),
+        ("sgl-project/sglang#22607", "sgl-project/sglang#27221", "pytorch/pytorch#97191"),
     ),
     "KERNEL_SPIN": Code(
-        "a GPU kernel never ends and every rank waits for it", ("sgl-project/sglang#30209", "vllm-project/vllm#2731")
+        "a GPU kernel never ends and every rank waits for it",
+        ("sgl-project/sglang#30209", "sgl-project/sglang#33642", "vllm-project/vllm#2731"),
     ),
     "P2P_BLOCKED": Code(
         "the first collective over PCIe never ends: peer access is blocked",
@@ -90,9 +93,9 @@ CODES: dict[str, Code] = {
     ),
     "API_LOOP_BLOCKED": Code(
         "the HTTP server's own loop is stuck while the schedulers are free",
-        ("sgl-project/sglang#40809", "sgl-project/sglang#36900"),
+        ("sgl-project/sglang#40809", "sgl-project/sglang#36900", "sgl-project/sglang#30770"),
     ),
-    "STOPPED_PROCESS": Code("a process is stopped (state T)"),
+    "STOPPED_PROCESS": Code("a process is stopped (state T), or frozen with its container", ("moby/moby#46203",)),
     "TRACER_ATTACHED": Code("a debugger or tracer holds a process"),
     "STDOUT_PIPE_FULL": Code("a process cannot write its log: nobody reads the pipe"),
     "ORPHAN_GPU": Code(
@@ -105,12 +108,13 @@ CODES: dict[str, Code] = {
     ),
     "GPU_WEDGED": Code("a GPU is busy for nobody", ("local-inference-lab/rtx6kpro#15",)),
     "FABRIC_MANAGER": Code(
-        "the NVSwitch fabric is not initialised", ("huggingface/huggingface_hub#4134", "pytorch/pytorch#35710")
+        "the NVSwitch fabric is not initialised",
+        ("huggingface/huggingface_hub#4134", "pytorch/pytorch#35710", "pytorch/pytorch#177472"),
     ),
     "XID": Code("the driver reported a GPU error, or lost a GPU", ("h2oai/h2ogpt#1195", "vllm-project/vllm#27430")),
     "DRIVER_D_STATE": Code(
         "a process sleeps in the GPU driver and cannot be killed",
-        ("NVIDIA/open-gpu-kernel-modules#1333", "NVIDIA/k8s-device-plugin#77"),
+        ("NVIDIA/open-gpu-kernel-modules#1333", "NVIDIA/open-gpu-kernel-modules#968", "NVIDIA/k8s-device-plugin#77"),
     ),
     "SHM_SMALL": Code("shared memory is too small, or full", ("vllm-project/vllm#1710", "NVIDIA/nccl#342")),
     "NOFILE": Code("a process has as many files open as it may"),
@@ -118,7 +122,7 @@ CODES: dict[str, Code] = {
         "a file system that it writes to has no space or no inodes", ("ai-dynamo/dynamo#4087", "vllm-project/vllm#3568")
     ),
     "REMOTE_FS_HANG": Code("a network file system does not answer", ("ansible/ansible#43865", "ansible/ansible#30411")),
-    "HUB_BLOCKED": Code("a download gets no bytes"),
+    "HUB_BLOCKED": Code("a download gets no bytes", ("huggingface/xet-core#293",)),
     "HUB_LOCK": Code(
         "a download lock that nobody here holds is waited for",
         ("huggingface/huggingface_hub#2543", "huggingface/huggingface_hub#3944", "modelscope/modelscope#1621"),
@@ -129,7 +133,8 @@ CODES: dict[str, Code] = {
     ),
     "PTY_SIGHUP": Code("it died of SIGHUP when its terminal closed", ("fabric/fabric#1158", "fabric/fabric#1330")),
     "TIMEOUT_TOO_SHORT": Code(
-        "a time limit ended it while it still worked", ("sgl-project/sglang-omni#1194", "sgl-project/sglang#24588")
+        "a time limit ended it while it still worked",
+        ("sgl-project/sglang-omni#1194", "sgl-project/sglang#24588", "sgl-project/sglang#5457"),
     ),
     "CHANNEL_HELD": Code(
         "beside a verdict: it holds the SSH channel that started it open", ("fabric/fabric#1815", "fabric/fabric#216")

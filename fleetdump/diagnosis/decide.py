@@ -6,6 +6,7 @@ from fleetdump.agent.evidence_process import ProcessFacts
 from fleetdump.agent.evidence_types import Evidence
 from fleetdump.diagnosis import signatures
 from fleetdump.diagnosis.codes import CODES
+from fleetdump.diagnosis.members import is_held
 from fleetdump.diagnosis.registry import SIGNATURES, Step
 from fleetdump.diagnosis.suspect import telling_frame
 from fleetdump.diagnosis.types import CERTAINTY, PATTERN, STALL, Verdict
@@ -25,6 +26,7 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
         found = [item for item in found if item[1].code in OF_ANY_PROCESS]
     if any(verdict.severity == STALL for _, verdict in found):
         found = [item for item in found if not _only_waits(item[1])]
+    found = [item for item in found if not _follows(item[1], found)]
     found.sort(key=lambda item: (item[0], CERTAINTY.index(item[1].confidence)))
     causes = any(step < Step.NOTES for step, _ in found)
     best: dict[str, Verdict] = {}
@@ -48,6 +50,16 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
 def _only_waits(verdict: Verdict) -> bool:
     """It says no more than that it is too early to say more."""
     return verdict.code == "BUSY_NOT_HUNG" and verdict.confidence == PATTERN
+
+
+SYMPTOMS = frozenset({"PARENT_WAITS_READY", "RANK_SPIN", "WARMUP_STALL"})
+"""What is said of a standstill for want of its cause."""
+
+
+def _follows(verdict: Verdict, found: list[tuple[Step, Verdict]]) -> bool:
+    """A symptom that names nobody, or the rank that a cause beside it names too: it says nothing more."""
+    causes = [one for step, one in found if step < Step.WAITING and one.severity == STALL]
+    return verdict.code in SYMPTOMS and any(verdict.rank in (None, one.rank) for one in causes)
 
 
 OF_ANY_PROCESS = frozenset({
@@ -162,7 +174,7 @@ def _ruled_out(view: View) -> list[str]:
         found.append("out of memory: no kill in the kernel log or the cgroup")
     if evidence.launcher_alive and len(view.schedulers) >= len(view.local_ranks) and not view.gone:
         found.append("dead process: launcher and every rank live")
-    if view.members and not any(p.state in "Tt" or p.tracer_pid for p in view.members):
+    if view.members and not any(is_held(p) or p.tracer_pid for p in view.members):
         found.append("stopped or traced process: none")
     if not view.compilers:
         found.append("compilation: no compiler process uses CPU")

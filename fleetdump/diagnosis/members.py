@@ -24,6 +24,10 @@ _SPAWNED = re.compile(r"multiprocessing[. ](?:spawn|forkserver)|--multiprocessin
 _KILLED = re.compile(r"(?<![\w.])-9\b|\bSIGKILL\b|\bsignal 9\b")
 """How Python and those who write its exit codes down call a child that was killed."""
 _PEER_LOST = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe")
+_CORE_DUMP = re.compile(r"\bdo_coredump|elf_core_dump|\bdump_emit|coredump_task_exit|coredump_wait")
+"""Where a process is that a signal has ended and that writes its memory to a file, which takes long."""
+_FREEZER = re.compile(r"do_freezer_trap|__refrigerator")
+"""Where the kernel keeps a task of a frozen control group (versions 2 and 1); its state letter is S or D."""
 
 
 class Members(Answers):
@@ -131,13 +135,28 @@ class Members(Answers):
     def zombies(self) -> list[ProcessFacts]:
         """Schedulers that died and were not reaped (the kernel keeps only 15 characters of their name)."""
         dead = [p for p in self.evidence.processes if p.state in "ZX"]
-        return [p for p in dead if p.name.startswith(ENGINE_NAMES) or p.role in ("scheduler", "engine")]
+        named = [p for p in dead if p.name.startswith(ENGINE_NAMES) or p.role in ("scheduler", "engine")]
+        return named or self._stillborn
+
+    @property
+    def _stillborn(self) -> list[ProcessFacts]:
+        """Children that ended before they had a name, as many as all ranks: they could not be executed at all."""
+        if self.port_open or self.schedulers or self.evidence.log.ranks:
+            return []
+        of = [p for p in self.evidence.processes if p.state in "ZX" and p.ppid == self.evidence.target.pid]
+        dead = [p for p in of if p.name.startswith(INTERPRETERS) and p.role != "resource_tracker"]
+        return dead if len(dead) >= len(self.local_ranks) else []
 
     @cached_property
     def dead_helpers(self) -> list[ProcessFacts]:
         """Processes without which no answer leaves the server, dead and not reaped: SGLang's detokenizer."""
         dead = [p for p in self.evidence.processes if p.state in "ZX"]
         return [p for p in dead if p.name.startswith(HELPER_NAMES) or p.role == "detokenizer"]
+
+    @cached_property
+    def dying(self) -> list[ProcessFacts]:
+        """Members that crashed and are not gone yet: they write a core dump."""
+        return [p for p in self.members if is_dumping(p)]
 
     @property
     def gone(self) -> bool:
@@ -151,7 +170,8 @@ class Members(Answers):
             bool(self.evidence.launcher_alive and self.schedulers)
             and not self.gone
             and not self.evidence.log.crash
-            and not any(p.state in "Tt" for p in self.members)
+            and not self.dying
+            and not any(map(is_held, self.members))
         )
 
     def marks_of(self, process: ProcessFacts) -> RankMarks | None:
@@ -203,3 +223,21 @@ class Members(Answers):
     def crash_is_of_a_peer(self) -> bool:
         """The first exception says that another rank's connection ended."""
         return bool(_PEER_LOST.search(self.evidence.log.crash))
+
+
+def is_frozen(process: ProcessFacts) -> bool:
+    """Its control group is frozen (``docker pause``): it runs no more until somebody thaws that."""
+    main = process.main
+    places = [main.wchan if main else "", *process.kernel_stack[:1]]
+    return process.state in "SD" and any(map(_FREEZER.search, places))
+
+
+def is_held(process: ProcessFacts) -> bool:
+    """Stopped, held by a tracer, or frozen: it will run again only when somebody lets it."""
+    return process.state in "Tt" or is_frozen(process)
+
+
+def is_dumping(process: ProcessFacts) -> bool:
+    """A signal has ended it, and the kernel writes its core."""
+    places = [process.main.wchan if process.main else "", *process.kernel_stack]
+    return any(map(_CORE_DUMP.search, places))

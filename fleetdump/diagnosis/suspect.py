@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from fleetdump.agent.evidence_process import ProcessFacts
+from fleetdump.agent.evidence_host import GpuFacts
+from fleetdump.agent.evidence_process import ProcessFacts, Stack
+from fleetdump.diagnosis.movement import FULL_USE
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN
 from fleetdump.diagnosis.view import Spin, View
 from fleetdump.diagnosis.words import rank_names
@@ -43,6 +45,7 @@ def suspect(view: View) -> Suspect:
         _lone_spin,
         _python_spin,
         _idle_gpu,
+        _parted,
         _diverged,
         _outside,
         _minority,
@@ -61,7 +64,20 @@ def _nobody(view: View) -> Suspect:
     facts += [fact for p in view.blocked for fact in blocked_facts(view, p)]
     if view.spins and all(spin.kind == "gpu" for spin in view.spins) and len(view.spins) == len(view.schedulers):
         return Suspect(None, "every rank waits for its GPU in a busy loop", MEASURED, facts, _NEXT_GPU)
+    together = _all_in_one(view)
+    if together and view.evidence.target.nodes > 1:
+        what = f"all ranks of this host wait in {together}, and those of another host have not come"
+        return Suspect(
+            None, what, PATTERN, facts, ["diagnose the other hosts: a rank there that is elsewhere is the cause"]
+        )
     return Suspect(facts=facts, next_steps=_NEXT_UNKNOWN)
+
+
+def _all_in_one(view: View) -> str:
+    """The collective in which every rank of this host sleeps."""
+    stacks = [view.stack(p) for p in view.schedulers]
+    names = {collective_of(stack.frames) if stack else "" for stack in stacks}
+    return names.pop() if len(names) == 1 and len(view.blocked) == len(stacks) else ""
 
 
 _NEXT_GPU = [
@@ -141,6 +157,43 @@ def _idle_gpu(view: View) -> Suspect | None:
     busiest = max(other.utilization for _, other in own)
     found.facts.append(f"GPU {gpu.index} is at 0 %, the others at {busiest} %: they wait for its rank")
     return found
+
+
+def _parted(view: View) -> Suspect | None:
+    """Some ranks' GPUs wait in a kernel for others whose GPUs have nothing to do: those are back at the top of their
+    loop, where they sleep until the first rank tells them of requests. A rank that is only late is not there."""
+    waiting = [spin.process for spin in view.spins if spin.kind == "gpu"]
+    back = [p for p in view.blocked if _tells_requests(view.stack(p))]
+    busy, idle = ([view.gpu_of(p) for p in of] for of in (waiting, back))
+    replicas = any("DP" in p.label or "PP" in p.label for p in view.schedulers)
+    if replicas or not waiting or not back or len(waiting) + len(back) < len(view.schedulers):
+        return None
+    if any(not g or g.utilization for g in idle) or any(not g or g.utilization < FULL_USE for g in busy):
+        return None
+    first, second = rank_names(p.label for p in waiting), rank_names(p.label for p in back)
+    facts = [f"{first}: the GPU is fully used and the host waits for it" + _of_power(busy)]
+    facts.append(f"{second}: the GPU is at 0 %, and the host sleeps in the broadcast of new requests")
+    return Suspect(
+        back[0].rank if len(back) == 1 < len(waiting) else None,
+        f"{first} {'wait' if len(waiting) > 1 else 'waits'} on the GPU in a batch that {second} "
+        f"{'have' if len(back) > 1 else 'has'} left or never begun",
+        PATTERN,
+        facts,
+        ["look for what ranks decide each by themselves (clocks, timeouts, free memory) before a batch is made"],
+        diverged=True,
+    )
+
+
+def _tells_requests(stack: Stack | None) -> bool:
+    """It waits where the first rank tells the others of new requests."""
+    return bool(stack and collective_of(stack.frames).startswith("broadcast")) and any(
+        _LOOKS_FOR_REQUESTS.search(frame) for frame in (stack.frames if stack else [])[:6]
+    )
+
+
+def _of_power(gpus: list[GpuFacts | None]) -> str:
+    watts = [f"{g.power:.0f}" for g in gpus if g and g.power]
+    return f" ({', '.join(watts)} W)" if watts else ""
 
 
 def _diverged(view: View) -> Suspect | None:

@@ -171,7 +171,7 @@ def logged(e: Evidence, text: str, quiet: float, more: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
         path.write_text(text)
-        reader = LogReader(str(path), e.target.ranks)
+        reader = LogReader(str(path), max(1, e.target.ranks // e.target.nodes))
         reader.first()
         with path.open("a") as file:
             file.write(more)

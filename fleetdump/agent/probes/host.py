@@ -44,7 +44,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*$")
 _OOM = re.compile(r"Out of memory|oom-kill:|Killed process", re.IGNORECASE)
 _KERNEL = re.compile(
     r"Xid|NVRM.*(error|fail|fallen)|oom|Out of memory|Killed process|blocked for more than|nfs: server|"
-    r"segfault|I/O error|hung_task|No space left",
+    r"segfault|I/O error|hung_task|No space left|LustreError|Lustre:.*(evict|lost)|ceph.*(hung|timeout|lost)|"
+    r"CIFS.*(time|not respond)|nvme\S* .*(timeout|abort|reset)|\bata\d+.*(failed command|exception)",
     re.IGNORECASE,
 )
 _MEMCG = re.compile(r"oom-kill:constraint=CONSTRAINT_MEMCG.*oom_memcg=(?P<group>[^,]+).*,pid=(?P<pid>\d+)")

@@ -15,6 +15,10 @@ from fleetdump.diagnosis.words import is_are, rank_names
 
 BEFORE_CAPTURE = ("imports", "init", "weights", "kv_pool", "jit")
 _NVLINK = re.compile(r"^NV\d+$")
+_NVLINK_BOARD = re.compile(r"SXM|HBM3|\b(?:H200|B200|B300|GB[23]00)\b(?! NVL)")
+"""Names of GPUs that come on boards with NVLink between all of them."""
+_BRINGS_CODE = re.compile(r"cu(?:Module|Library)Load|cuda(?:Module|Library)Load")
+"""The driver takes in code for a kernel's first use, and may wait for all kernels that run meanwhile."""
 _ALL_REDUCE = re.compile(
     r"custom_all_?reduce|cross_device_reduce|one_?shot|two_?shot|trtllm_allreduce|all_?reduce", re.I
 )
@@ -70,6 +74,45 @@ def other_host_behind(view: View) -> Verdict | None:
     )
 
 
+@signature(Step.COLLECTIVES)
+def network_lost(view: View) -> Verdict | None:
+    """NCCL complains of its network, and every rank here waits in a kernel for a host at the other end."""
+    line = view.trouble("network_failed")
+    if not line or view.evidence.target.nodes < 2 or not stands_still(view):
+        return None
+    waits = view.gpus_wait or len(view.spins) == len(view.schedulers)
+    return Verdict(
+        "MISSING_RANK",
+        "the ranks of this host wait for another host, to which the network failed",
+        MEASURED if waits else LOG_ONLY,
+        phase=view.phase,
+        evidence=[f"log: {line}", *(_power_facts(view) if view.gpus else [])],
+        next_steps=[
+            "look at that port and its counters on both hosts (ibstat, ibqueryerrors, ethtool -S), and at the switch",
+            "NCCL does not recover from that: restart the server on all hosts when the link is up",
+        ],
+    )
+
+
+@signature(Step.COLLECTIVES)
+def other_host_waited_for(view: View) -> Verdict | None:
+    """On a later host of several, whose log has no batches: all of its ranks wait in a kernel, and none stands out."""
+    waiting = view.gpus_wait and len(view.spins) == len(view.schedulers)
+    if not view.on_later_host or not waiting or not stands_still(view):
+        return None
+    found = suspect(view)
+    if found.rank is not None or found.diverged or view.evidence.ras.mismatches:
+        return None
+    return Verdict(
+        "MISSING_RANK",
+        "all ranks of this host wait on their GPUs for ranks of another host",
+        PATTERN,
+        phase=view.phase,
+        evidence=[*_power_facts(view), *found.facts],
+        next_steps=["diagnose the first host: its log tells of batches, and what its ranks do is the cause"],
+    )
+
+
 def _how_parted(view: View, found: Suspect) -> str:
     """The difference in a few words: sizes, counts, or where the stacks are."""
     records = view.evidence.flight if _flight_facts(view.evidence.flight) else []
@@ -89,7 +132,7 @@ def _how_parted(view: View, found: Suspect) -> str:
     where = {s.label: name for s in view.evidence.stacks if s.label and (name := collective_of(s.frames))}
     names = dict.fromkeys(where.values())
     places = [f"{rank_names(label for label in where if where[label] == name)} in {name}" for name in names]
-    return "; ".join(places) or found.what
+    return "; ".join(places) if len(places) > 1 else found.what or "; ".join(places)
 
 
 def _flight_facts(records: list[FlightRecord]) -> list[str]:
@@ -175,7 +218,8 @@ def peer_to_peer_blocked(view: View) -> Verdict | None:
     found = suspect(view)
     level = found.rank is None and not (found.diverged or view.evidence.ras.mismatches or view.late_ranks)
     links = view.evidence.host.gpu_links
-    if not level or any(_NVLINK.match(link) for link in links) or view.evidence.target.nodes > 1:
+    joined = any(map(_NVLINK.match, links)) or (not links and any(_NVLINK_BOARD.search(g.name) for g in view.gpus))
+    if not level or joined or view.evidence.target.nodes > 1:
         return None
     waiting = view.gpus_wait and len(view.spins) == len(members)
     at_nccl = view.phase == "init" and all((m := view.marks_of(p)) and _at_nccl(m.nccl, m.last_line) for p in members)
@@ -211,7 +255,9 @@ def kernel_spin(view: View) -> Verdict | None:
     members = view.schedulers
     if not stands_still(view) or not members or not view.gpus_wait or view.evidence.ras.mismatches:
         return None
-    if (view.phase == "capture" and not view.port_open) or peer_to_peer_blocked(view) or diverged(view):
+    if (view.phase == "capture" and not view.port_open) or network_lost(view) or other_host_waited_for(view):
+        return None
+    if peer_to_peer_blocked(view) or diverged(view):
         return None
     launching = [s for s in view.evidence.stacks if s.role in ("scheduler", "engine")]
     hosts_wait = bool(view.spins) and all(s.kind in ("gpu", "unknown") for s in view.spins)
@@ -230,6 +276,9 @@ def kernel_spin(view: View) -> Verdict | None:
     facts = [*_power_facts(view), *found.facts]
     facts += ["NCCL RAS: all members have launched the same operations"] if view.evidence.ras.status == "OK" else []
     facts += [f"native frame: {named}"] if named else []
+    loads = next((frame for frame in native if _BRINGS_CODE.search(frame)), "")
+    facts += [f"native frame: {loads}: code is brought to a GPU whose kernels wait for a peer"] if loads else []
+    eager = ["set CUDA_MODULE_LOADING=EAGER, or warm every kernel up before the first request"] if loads else []
     return Verdict(
         "KERNEL_SPIN",
         f"a GPU kernel{what} never ends, and every rank waits for it",
@@ -237,6 +286,7 @@ def kernel_spin(view: View) -> Verdict | None:
         phase=view.phase,
         evidence=facts,
         next_steps=[
+            *eager,
             "try --disable-custom-all-reduce, then other attention and MoE backends",
             "take native stacks with --deep; on one GPU alone, cuda-gdb names the kernel",
         ],

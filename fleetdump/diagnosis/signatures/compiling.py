@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from fleetdump.agent.evidence_process import Stack
+from fleetdump.diagnosis.movement import COMPILER_CPU
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.locks import waits_for_lock
 from fleetdump.diagnosis.types import DIRECT, PATTERN, WAIT, Verdict
-from fleetdump.diagnosis.view import COMPILER_CPU, View
+from fleetdump.diagnosis.view import View
 
 BUSY = 0.5
 _COMPILING = re.compile(
@@ -16,10 +17,15 @@ _COMPILING = re.compile(
     r"build_and_load|jit_compile|_run_ninja_build|libtriton|libLLVM|libnvptx|deep_?gemm.*(?:compile|build|warmup)|"
     r"torch/_inductor/(?:compile_fx|graph|scheduler|codegen|ir|lowering|select_algorithm|async_compile|autotune)|"
     r"torch/_dynamo/(?:convert_frame|output_graph|symbolic_convert)|tilelang.*(?:compile|lower)|cute/.*compile|"
+    r"ptxjitcompiler|"
     r"^(?:\w+\.)*compile \((?!re[./])",
     re.IGNORECASE,
 )
 """Frames that make code; those that run what was made (torch/_inductor/output_code, triton/runtime) are not here."""
+_BRINGS_CODE = re.compile(r"_init_handles|load_binary|cu(?:Module|Library)Load|cuda(?:Module|Library)Load")
+"""Frames that hand finished code to the driver, in files of a compiler: that waits for the GPU, it makes nothing."""
+_TIMING = re.compile(r"auto_?tun(?:e|er|ing)\b|\bdo_bench|_profile_single_kernel", re.IGNORECASE)
+"""Frames that time kernels to choose one of them; a kernel that never ends is met there too."""
 _EXPECTED = re.compile(r"DeepGEMM", re.IGNORECASE)
 
 
@@ -34,7 +40,7 @@ def compiling(view: View) -> Verdict | None:
         return None
     names = sorted({p.name if p.role == "compiler" else "torch inductor's workers" for p in view.compilers})
     facts = [f"{len(view.compilers)} compiler processes use CPU: {', '.join(names)}"] if names else []
-    facts += [f"{s.label or s.role} is in {_frame(s)}" for s in inside]
+    facts += [f"{s.label or s.role} is in {_frame(s, view)}" for s in inside]
     facts += [f"progress bar: {view.bar}"] if view.bar and moves else []
     facts += view.progress if moves else []
     rank = _owner_rank(view) if view.compilers else None
@@ -84,19 +90,22 @@ def _prebuilds(view: View) -> bool:
 
 def _works(view: View) -> bool:
     busy = any(t.cpu >= BUSY for p in view.schedulers for t in p.threads)
-    return bool(view.progress) or busy
+    return busy or (bool(view.progress) and not view.takes_memory)
 
 
 def _compiles(stack: Stack, view: View) -> bool:
-    if waits_for_lock(stack) or not _frame(stack):
+    if waits_for_lock(stack) or not _frame(stack, view):
         return False
     process = next((p for p in view.evidence.processes if p.pid == stack.pid), None)
     works = process is None or process.main is None or process.cpu > COMPILER_CPU or stack.state.startswith("active")
     return works or any(p.role == "compile_worker" and p.cpu > COMPILER_CPU for p in view.evidence.processes)
 
 
-def _frame(stack: Stack) -> str:
-    return next((f for f in [*stack.frames, *stack.native] if _COMPILING.search(f)), "")
+def _frame(stack: Stack, view: View) -> str:
+    """The frame that makes code, or times it on GPUs that do not wait."""
+    frames = [*stack.frames, *stack.native]
+    timing = "" if view.gpus_wait else next((f for f in frames if _TIMING.search(f)), "")
+    return next((f for f in frames if _COMPILING.search(f) and not _BRINGS_CODE.search(f)), timing)
 
 
 def _owner_rank(view: View) -> int | None:

@@ -9,7 +9,7 @@ from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.network import port_race
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
 from fleetdump.diagnosis.view import View
-from fleetdump.diagnosis.words import listed
+from fleetdump.diagnosis.words import is_are, listed, name_of, size
 
 SIGKILL = 9
 _KILLED = re.compile(r"Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)")
@@ -147,6 +147,33 @@ def rank_crashed(view: View) -> Verdict | None:
         next_steps=[
             "the first exception in the log is the cause, later ones follow from it",
             "stop the server, then deploy again",
+        ],
+    )
+
+
+@signature(Step.PROCESSES)
+def writes_core(view: View) -> Verdict | None:
+    """A rank was ended by a signal, and looks alive as long as the kernel writes its core."""
+    dying = view.dying
+    if not dying or view.evidence.log.crash:
+        return None
+    first = dying[0]
+    lines = [line for line in view.kernel_since_start if f"[{first.pid}]" in line or f"pid={first.pid}," in line]
+    written = sum(max(p.write_bytes_delta, p.wchar_delta) for p in dying)
+    facts = [f"{name_of(p)}: state {p.state}, the kernel writes its core ({p.kernel_stack[0]})" for p in dying[:8]]
+    facts += (
+        [f"{size(written)} of it in {view.evidence.seconds:.0f} s, of {size(first.rss)} in memory"] if written else []
+    )
+    return Verdict(
+        "RANK_CRASHED",
+        f"{listed(map(name_of, dying))} crashed and {is_are(dying)} not gone yet: the kernel writes a core dump",
+        DIRECT,
+        phase=view.phase_of(first),
+        rank=first.rank if len(dying) == 1 else None,
+        evidence=[*facts, *lines[-2:]],
+        next_steps=[
+            "stop the server, or wait until the core is complete if you want to read it (coredumpctl, core_pattern)",
+            "start it with ulimit -c 0: a core of a rank is as large as its memory",
         ],
     )
 

@@ -16,6 +16,9 @@ _SESSION_END = re.compile(r"(?:[Ss]ession (?P<a>[\w-]+) (?:logged out|closed)|Re
 _KILLING = re.compile(r"(?:session-|user@)[\w.-]+\.(?:scope|service).*[Kk]illing process (?P<pid>\d+)")
 _STAMP = re.compile(r"^\[?(?P<at>\d{9,}(?:\.\d+)?)")
 _WORKING_PHASES = ("weights", "jit", "capture")
+_BARRIER_ENDED = re.compile(r"other ranks that didn't finish loading|Timed out waiting \d+ ?ms")
+"""What a rank says that had to wait too long for those that still load."""
+_TIMED_OUT = re.compile(r"Read timed out|ReadTimeout|TimeoutError|\btimed out\b")
 LIMITS = ("startup_timeout", "watchdog", "nccl_watchdog")
 """Troubles that name a limit of the server or of its starter."""
 
@@ -73,7 +76,9 @@ def hung_up(view: View) -> Verdict | None:
 def limit_too_short(view: View) -> Verdict | None:
     """A limit of its own ended a server that was still at work."""
     evidence = view.evidence
-    lines = [(name, line) for name in LIMITS if (line := view.trouble(name))]
+    lines = [line for name in LIMITS if (line := view.trouble(name))]
+    late = view.phase in _WORKING_PHASES and bool(_BARRIER_ENDED.search(evidence.log.crash))
+    lines += [evidence.log.crash] if late or _own_request_timed_out(view) else []
     if not lines or view.healthy:
         return None
     # A starter that gives up says so itself, and it ends a start that has not failed by any other reason.
@@ -84,7 +89,7 @@ def limit_too_short(view: View) -> Verdict | None:
     slow = evidence.log.running_requests and compiles(view)
     if evidence.launcher_alive or not (moving or slow):
         return None
-    facts = [f"log: {line}" for _, line in lines]
+    facts = [f"log: {line}" for line in lines]
     facts += [f"progress bar when it ended: {view.bar}"] if view.bar else []
     facts.append(f"it was in phase {view.phase}, where work goes on without batches")
     facts += [f"outlives it: {fact}" for fact in view.progress[:3]] if left else []
@@ -94,7 +99,10 @@ def limit_too_short(view: View) -> Verdict | None:
         PATTERN if view.bar else LOG_ONLY,
         phase=view.phase,
         evidence=facts,
-        next_steps=["raise that limit (--watchdog-timeout, the starter's own) to twice what a cold start takes"],
+        next_steps=[
+            "raise that limit (--watchdog-timeout, the starter's own) to twice what a cold start takes",
+            "or fill the kernel cache before the start (python3 -m sglang.compile_deep_gemm with the same arguments)",
+        ],
     )
 
 
@@ -104,7 +112,13 @@ def _moved_until_the_end(view: View) -> bool:
     done, _, rest = view.bar.partition(" of ")
     unfinished = bool(rest) and done != rest.split(",")[0]
     fresh = bool(log.news_seconds) and log.news_seconds - log.quiet_seconds < NEAR
-    return view.phase in _WORKING_PHASES and (unfinished or fresh)
+    begun = unfinished and done != "0" and _own_request_timed_out(view)
+    return begun or (view.phase in _WORKING_PHASES and (unfinished or fresh))
+
+
+def _own_request_timed_out(view: View) -> bool:
+    """The server's own first request was not answered in time, and for that it ended itself."""
+    return view.phase == "warmup" and bool(_TIMED_OUT.search(view.evidence.log.crash))
 
 
 @signature(Step.NOTES)

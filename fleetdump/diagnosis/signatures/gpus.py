@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from fleetdump.agent.evidence_host import GpuFacts, GpuProcess
+from fleetdump.diagnosis.movement import FULL_USE
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN, Verdict
-from fleetdump.diagnosis.view import FULL_USE, View
+from fleetdump.diagnosis.view import View
 from fleetdump.diagnosis.words import is_are, listed
 
 FOREIGN_MIB = 1024

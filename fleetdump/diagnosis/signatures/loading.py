@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 
+from fleetdump.agent.evidence_process import ProcessFacts, Stack
+from fleetdump.diagnosis.movement import PRESSURE
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.signatures.collectives import stands_still
+from fleetdump.diagnosis.signatures.locks import waits_for_lock
+from fleetdump.diagnosis.signatures.network import HUB_FRAMES
 from fleetdump.diagnosis.types import DIRECT, MEASURED, PATTERN, Verdict
-from fleetdump.diagnosis.view import PRESSURE, View
+from fleetdump.diagnosis.view import View
 from fleetdump.diagnosis.words import name_of, size
 
 LARGE = 0.5
+_DISK_TROUBLE = re.compile(r"I/O error|nvme\S* nvme\d+: .*(?:timeout|abort|reset)|ata\d+.*(?:failed command|exception)")
 _LOADER = re.compile(r"safetensors|weights_iterator|load_weights|load_model|model_loader|Future\.result|weight_utils")
 _IMPORT = re.compile(r"importlib|_find_and_load|exec_module|<module>")
 
@@ -21,9 +26,13 @@ def loader_deadlock(view: View) -> Verdict | None:
     ranks = view.schedulers
     if not stands_still(view) or view.port_open or view.phase != "weights" or len(view.blocked) < len(ranks):
         return None
+    asleep = [p for p in ranks if p.state == p.state_before == "D"]
+    trouble = [line for line in view.kernel_since_start if _DISK_TROUBLE.search(line)]
+    if asleep and trouble:
+        return _disk_fails(asleep, trouble)
     memory = view.evidence.memory
     rss = sum(p.rss for p in ranks)
-    inside = [s for s in view.evidence.stacks if s.role == "scheduler" and any(_LOADER.search(f) for f in s.frames)]
+    inside = [s for s in view.evidence.stacks if s.role == "scheduler" and _loads(s)]
     pressed = view.memory_pressure >= PRESSURE
     large = bool(memory.total) and rss >= LARGE * memory.total
     if any(p.state == "D" for p in ranks) or not (pressed or large or inside):
@@ -40,6 +49,25 @@ def loader_deadlock(view: View) -> Verdict | None:
         evidence=facts,
         next_steps=["fewer loader threads, no draft model beside it, or a newer SGLang; waiting does not help"],
     )
+
+
+def _disk_fails(asleep: list[ProcessFacts], trouble: list[str]) -> Verdict:
+    """Ranks wait for a disk of this host, of which the kernel complains."""
+    return Verdict(
+        "LOADER_DEADLOCK",
+        f"the loader waits for a disk of this host that does not answer: {trouble[-1]}",
+        MEASURED,
+        phase="weights",
+        rank=asleep[0].rank if len(asleep) == 1 else None,
+        evidence=[*(f"{name_of(p)}: state D in both samples" for p in asleep[:8]), *trouble[-4:]],
+        next_steps=["look at that disk (dmesg, smartctl, nvme smart-log); load from another until it is replaced"],
+    )
+
+
+def _loads(stack: Stack) -> bool:
+    """It is in the loader, and waits there for no download and no lock."""
+    elsewhere = waits_for_lock(stack) or any(HUB_FRAMES.search(frame) for frame in stack.frames)
+    return not elsewhere and any(_LOADER.search(frame) for frame in stack.frames)
 
 
 @signature(Step.WAITING)

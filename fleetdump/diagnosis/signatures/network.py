@@ -38,13 +38,14 @@ def wrong_interface(view: View) -> Verdict | None:
     only_loopback = bool(names) and all(_is_loopback(name) for name in names)
     if only_loopback:
         facts.append(f"this host's own name resolves to {', '.join(names)} only")
-    facts += [f"log: {line}"] if line else []
-    if not (sure or to_loopback or line or only_loopback):
+    apart = _two_networks(view)
+    facts += [*apart, *([f"log: {line}"] if line else [])]
+    if not (sure or to_loopback or line or only_loopback or apart):
         return None
     return Verdict(
         "WRONG_INTERFACE",
         "the ranks of this host announce an address that the other hosts cannot reach",
-        DIRECT if sure + bool(to_loopback) + bool(line) + only_loopback > 1 else PATTERN,
+        DIRECT if sure + bool(to_loopback) + bool(line) + bool(apart) + only_loopback > 1 else PATTERN,
         phase=view.phase,
         evidence=facts,
         next_steps=[
@@ -61,17 +62,33 @@ def _chosen(view: View) -> tuple[list[str], bool]:
     return [f"{label} uses interface {interface}" for label, interface in bad.items()], bool(bad)
 
 
+def _two_networks(view: View) -> list[str]:
+    """Another host is talked to over one of this host's addresses, and gives no answer over another of them."""
+    sockets = [(p, s) for p in view.members for s in p.sockets if s.local and not _is_loopback(_host(s.remote))]
+    talks = [s for _, s in sockets if s.state == "ESTABLISHED" and not s.peer and not _is_remote_https(s)]
+    facts = []
+    for process, sock in sockets:
+        known = next((s for s in talks if _host(s.local) != _host(sock.local)), None)
+        if sock.state == "SYN_SENT" and known and not _is_remote_https(sock):
+            facts.append(
+                f"{name_of(process)} gets no answer from {sock.remote} over {_host(sock.local)}, "
+                f"while {_host(known.remote)} answers over {_host(known.local)}"
+            )
+    return facts[:4]
+
+
 @signature(Step.HOST)
 def ipv6_only(view: View) -> Verdict | None:
     """The host has IPv6 addresses alone, and ranks look for each other at an IPv4 address."""
     evidence = view.evidence
     outside = [a for name, of in evidence.host.addresses.items() if name != "lo" for a in of]
-    if view.healthy or not view.failing or not outside or any("." in a for a in outside):
+    if view.healthy or not outside or any("." in a for a in outside):
         return None
     line = view.trouble("ipv4_unreachable")
     waits = [(p, s) for p in view.members for s in p.sockets if s.state == "SYN_SENT" and "." in _host(s.remote)]
     calls = [t.label for t in evidence.traces if any(c.name == "connect" and c.main for c in t.calls)]
-    if not (line or waits or calls):
+    seen = (line and waits) or (view.failing and (line or waits or calls))  # both together need no patience
+    if not seen:
         return None
     facts = [f"the host has no IPv4 address but loopback ({', '.join(outside[:3])})"]
     facts += [f"{name_of(p)} connects to {s.remote}" for p, s in waits]

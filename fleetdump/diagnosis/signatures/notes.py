@@ -10,9 +10,6 @@ from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, STALL, WAIT, V
 from fleetdump.diagnosis.view import View
 from fleetdump.diagnosis.words import is_are, listed, name_of
 
-FEW_PERIODS = 10
-THROTTLED = 0.5
-CROWDED = 4
 _DENIED = re.compile(r"ptrace|EPERM|[Pp]ermission denied|[Nn]ot permitted|yama", re.IGNORECASE)
 
 
@@ -107,20 +104,15 @@ def disk_was_full(view: View) -> Verdict | None:
 @signature(Step.NOTES)
 def starved_of_cpu(view: View) -> Verdict | None:
     """Its control group is throttled most of the time, or many more tasks want a core than there are cores."""
-    group, cpus = view.evidence.cgroup, view.evidence.cpus
-    throttled = group.periods >= FEW_PERIODS and group.throttled >= THROTTLED * group.periods
-    crowded = cpus.cores > 0 and cpus.running >= CROWDED * cpus.cores
-    if not throttled and not crowded:
+    if not view.cpu_short:
         return None
-    facts = [f"its control group was throttled in {group.throttled} of {group.periods} periods"] if throttled else []
-    facts += [f"{cpus.running} tasks want to run on {cpus.cores} cores"] if crowded else []
     return Verdict(
         "CPU_STARVED",
         "its threads wait for CPU time, so everything takes longer than it should",
         MEASURED,
         WAIT,
         view.phase,
-        evidence=facts,
+        evidence=view.cpu_short,
         next_steps=["give the container more CPU, or set OMP_NUM_THREADS to cores divided by ranks"],
     )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+from fleetdump.diagnosis.movement import LOAD_RATE
 from fleetdump.diagnosis.registry import Step, signature
+from fleetdump.diagnosis.signatures.compiling import compiling
 from fleetdump.diagnosis.types import MEASURED, PATTERN, WAIT, Verdict
-from fleetdump.diagnosis.view import LOAD_RATE, View
+from fleetdump.diagnosis.view import View
 from fleetdump.diagnosis.words import size
 
 PAGE = 4096
@@ -86,16 +88,25 @@ def _at_weights(view: View) -> bool:
     return loads or bool(_remote(view) or view.trouble("ring_full"))
 
 
+def _what_moves(view: View) -> str:
+    if not view.takes_memory:
+        return "moves"
+    grown = max(p.rss_delta for p in view.takes_memory)
+    if grown <= 0:
+        return "works in the kernel, as when host memory is pinned and registered: a large pool takes minutes"
+    return f"fills memory of the host, {size(grown / view.evidence.seconds)}/s each: a large pool takes minutes"
+
+
 @signature(Step.PROGRESS)
 def start_in_progress(view: View) -> Verdict | None:
     """The start moves by any other measure, or has not been silent for as long as it may be."""
     quiet, allowed = view.silence
-    if not view.starting or _loads(view) or view.compilers or (view.phase == "jit" and view.progress):
+    if not view.starting or _loads(view) or compiling(view):
         return None
     if view.progress:
         return Verdict(
             "BUSY_NOT_HUNG",
-            f"the server is starting (phase {view.phase}) and moves",
+            f"the server is starting (phase {view.phase}) and {_what_moves(view)}",
             MEASURED,
             WAIT,
             view.phase,

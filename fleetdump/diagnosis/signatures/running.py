@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from fleetdump.diagnosis.members import is_held
+from fleetdump.diagnosis.movement import BULK_RATE
 from fleetdump.diagnosis.registry import Step, signature
-from fleetdump.diagnosis.signatures.collectives import diverged, kernel_spin, other_host_behind, ras_facts
+from fleetdump.diagnosis.signatures.collectives import (
+    diverged,
+    kernel_spin,
+    network_lost,
+    other_host_behind,
+    other_host_waited_for,
+    ras_facts,
+)
 from fleetdump.diagnosis.signatures.compiling import compiles, compiling_stacks
 from fleetdump.diagnosis.suspect import Suspect, collective_of, stack_facts, suspect
 from fleetdump.diagnosis.types import DIRECT, MEASURED, OK, PATTERN, WAIT, Verdict
 from fleetdump.diagnosis.view import View
-from fleetdump.diagnosis.words import asked, name_of
+from fleetdump.diagnosis.words import asked, name_of, size
 
 FEW_CPU = 0.2
+OTHER_HOSTS = (other_host_behind, network_lost, other_host_waited_for)
 BUSY_SWITCHES = 100.0
 """Voluntary switches a second of a main thread: the receive loop has thousands, on a slow CPU hundreds."""
 
@@ -19,7 +29,7 @@ BUSY_SWITCHES = 100.0
 def healthy(view: View) -> Verdict | None:
     """``/health`` generated a token."""
     health = view.answer("/health")
-    held = any(p.state in "Tt" for p in view.members)
+    held = any(map(is_held, view.members))
     if not view.healthy or health is None or view.gone or held or view.grammar_stacks:
         return None
     facts = [f"GET /health: 200 in {health.seconds:.1f} s", f"port {view.evidence.target.port} is open"]
@@ -46,7 +56,8 @@ def _work_facts(view: View) -> list[str]:
 def busy(view: View) -> Verdict | None:
     """``/health`` or a request fails or is slow, but batches move."""
     health = view.answer("/health")
-    told = view.gpus_work or view.failed_requests or (view.bar and view.evidence.log.news)
+    reads = view.disk_rate >= BULK_RATE
+    told = view.gpus_work or view.failed_requests or reads or (view.bar and view.evidence.log.news)
     working = view.progress if told and view.complete else []
     if not view.port_open or view.healthy or view.gone or view.starved or not (view.forwards or working):
         return None
@@ -54,7 +65,9 @@ def busy(view: View) -> Verdict | None:
     moved = [f"{view.evidence.log.forwards} batches logged between the samples"] if view.forwards else working
     return Verdict(
         "BUSY_NOT_HUNG",
-        "the server is busy with long requests, not hung",
+        f"the server reads {size(view.disk_rate)}/s from disk (weights, a cache), and is not hung"
+        if reads and not view.forwards
+        else "the server is busy with long requests, not hung",
         MEASURED,
         WAIT,
         view.phase,
@@ -85,11 +98,32 @@ def too_early(view: View) -> Verdict | None:
     )
 
 
+@signature(Step.PROGRESS)
+def seen_from_later_host(view: View) -> Verdict | None:
+    """A later host of several, without GPUs to look at: its busy ranks may compute or wait, and no log tells which."""
+    if not _undecided_here(view):
+        return None
+    return Verdict(
+        "BUSY_NOT_HUNG",
+        "the ranks of this host are busy, and whether they come back is to be seen on the first host alone",
+        PATTERN,
+        WAIT,
+        view.phase,
+        evidence=[fact for spin in view.spins for fact in spin.facts],
+        next_steps=["diagnose the first host: its log tells of batches, and its /health asks the engine"],
+    )
+
+
+def _undecided_here(view: View) -> bool:
+    all_busy = bool(view.spins) and len(view.spins) == len(view.schedulers)
+    return view.on_later_host and all_busy and not view.gpus and suspect(view).rank is None
+
+
 @signature(Step.WAITING)
 def request_stuck(view: View) -> Verdict | None:
     """The port is open, no request gets through and nothing moves: the warm-up request, or a later one, is stuck."""
     stuck = view.port_open and not view.healthy and not view.progress and not compiles(view)
-    if not stuck or not view.complete or view.silent_too_short or view.grammar_stacks:
+    if not stuck or not view.complete or view.silent_too_short or view.grammar_stacks or _undecided_here(view):
         return None
     found = suspect(view)
     during = "a request" if view.was_ready else "the warm-up request"
@@ -98,7 +132,7 @@ def request_stuck(view: View) -> Verdict | None:
     facts = [*map(asked, view.evidence.http)]
     facts.append(f"port {view.evidence.target.port} is open, and nothing moved in {view.evidence.seconds:.0f} s")
     stages = _stage_facts(view)
-    if view.was_ready and (diverged(view) or other_host_behind(view) or kernel_spin(view)):
+    if any(cause(view) for cause in OTHER_HOSTS) or (view.was_ready and (diverged(view) or kernel_spin(view))):
         return None  # has a verdict of its own
     code = _running_code(view, found) if view.was_ready else "WARMUP_STALL"
     if not code:

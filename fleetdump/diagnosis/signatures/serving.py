@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from fleetdump.agent.evidence_process import ProcessFacts
+from fleetdump.diagnosis.movement import SPIN_CPU
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, MEASURED, WAIT, Verdict
-from fleetdump.diagnosis.view import FEW_SWITCHES, SPIN_CPU, View, is_blocked
+from fleetdump.diagnosis.view import FEW_SWITCHES, View, is_blocked
 from fleetdump.diagnosis.words import asked, name_of
 
 _IN_EPOLL = re.compile(r"ep_poll|epoll")

@@ -9,6 +9,9 @@ from fleetdump.diagnosis.suspect import stack_facts, suspect
 from fleetdump.diagnosis.types import DIRECT, MEASURED, Verdict
 from fleetdump.diagnosis.view import AFTER, View
 
+SHORT_OF_MEMORY = 20.0
+"""Percent of time in which all work waited for memory."""
+
 
 @signature(Step.WAITING)
 def parent_waits_ready(view: View) -> Verdict | None:
@@ -26,6 +29,8 @@ def parent_waits_ready(view: View) -> Verdict | None:
     level = f"the launcher waits for its ranks, which stand still {AFTER[phase]}; none of them stands out"
     if found.rank is None and found.what:
         level = f"the launcher waits for its ranks {AFTER[phase]}: {found.what}"
+    if view.memory_pressure >= SHORT_OF_MEMORY:
+        level += f", and all work waits for memory {view.memory_pressure:.0f} % of the time"
     quiet, _ = view.silence
     facts = [
         f"port {evidence.target.port} is closed and the launcher has not heard from every rank",

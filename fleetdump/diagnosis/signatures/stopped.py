@@ -6,6 +6,7 @@ import re
 from datetime import datetime, timezone
 
 from fleetdump.agent.evidence_process import ProcessFacts
+from fleetdump.diagnosis.members import is_dumping, is_frozen
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, MEASURED, OK, Verdict
 from fleetdump.diagnosis.view import View
@@ -44,10 +45,10 @@ def not_running(view: View) -> Verdict | None:
 
 @signature(Step.STOPPED)
 def stopped_process(view: View) -> Verdict | None:
-    """State T: somebody sent SIGSTOP, or a terminal did."""
+    """State T: somebody sent SIGSTOP, or a terminal did; or its control group was frozen."""
     stopped = [p for p in view.members if p.state == "T"]
     if not stopped:
-        return None
+        return _frozen(view)
     first = stopped[0]
     names = listed(name_of(p) for p in stopped)
     return Verdict(
@@ -60,6 +61,27 @@ def stopped_process(view: View) -> Verdict | None:
         next_steps=[
             f"kill -CONT {' '.join(str(p.pid) for p in stopped)}",
             "find out who stopped it (SIGSTOP, SIGTTOU)",
+        ],
+    )
+
+
+def _frozen(view: View) -> Verdict | None:
+    """Processes whose control group somebody froze."""
+    frozen = [p for p in view.members if is_frozen(p)]
+    if not frozen:
+        return None
+    first, group = frozen[0], view.evidence.cgroup.path
+    where = [f"their control group is {group}"] if group else []
+    return Verdict(
+        "STOPPED_PROCESS",
+        f"{listed(map(name_of, frozen))} {is_are(frozen)} frozen with the container, and will go on when it is thawed",
+        DIRECT,
+        phase=view.phase_of(first),
+        rank=first.rank if len(frozen) == 1 else None,
+        evidence=[f"{name_of(p)}: pid {p.pid}, in {_where(p)[0]}, no CPU" for p in frozen] + where,
+        next_steps=[
+            "docker unpause (podman unpause, ctr task resume) the container; or write 0 to cgroup.freeze of its group",
+            "find out who froze it (docker events, a checkpoint or a backup that did not end)",
         ],
     )
 
@@ -142,7 +164,7 @@ def remote_file_system(view: View) -> Verdict | None:
 
 
 def _asleep(process: ProcessFacts) -> bool:
-    return process.state == "D" and process.state_before == "D"
+    return process.state == "D" and process.state_before == "D" and not is_dumping(process)
 
 
 def _where(process: ProcessFacts) -> list[str]:
