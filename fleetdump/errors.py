@@ -99,3 +99,7 @@ class LockedError(FleetdumpError):
     """Another operator or process holds the host's lock."""
 
     exit_code = ExitCode.LOCKED
+
+
+class DrivenError(LockedError):
+    """Another controller drives the run."""

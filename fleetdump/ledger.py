@@ -197,6 +197,15 @@ class Ledger:
             self._db.executemany("INSERT INTO broken_rows VALUES (?,?)", broken)
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('planned', '1')")
 
+    def note(self, key: str, value: str) -> None:
+        """Remember a fact of the run: ``data`` (the file's name, for words) or ``settings`` (as JSON)."""
+        self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
+
+    def noted(self, key: str) -> str:
+        """What was noted of the run, empty when nothing was."""
+        row = self._row("SELECT value FROM meta WHERE key = ?", key)
+        return str(row[0]) if row else ""
+
     @property
     def is_planned(self) -> bool:
         """Whether the data set is known: a ledger rebuilt from hosts alone does not know what is still to come."""
@@ -208,6 +217,11 @@ class Ledger:
             rows = self._db.execute("SELECT id, digest, home_host, home_server, tokens FROM samples ORDER BY position")
             for row in rows:
                 yield Planned(*row)
+
+    @property
+    def samples(self) -> int:
+        """How many it has heard of."""
+        return self._one("SELECT count(*) FROM samples")
 
     def ids(self) -> set[str]:
         """Every sample that the ledger has heard of."""

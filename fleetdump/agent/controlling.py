@@ -18,12 +18,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.hostmessages import ControllerArgs, ControllerResult, ControllerState
-from fleetdump.agent.jsonl import read_small, write_json, writer_lives
+from fleetdump.agent.jsonl import read_small, replacing, write_json, writer_lives
 from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import read_advice, read_record
@@ -71,9 +71,12 @@ def controller(args: ControllerArgs, ctx: AgentContext) -> ControllerResult:
     """See ``ControllerArgs``. Raises ``AgentFailure`` conflict while a controller of the run lives here, not_found when
     ``python`` cannot run one."""
     folder = ctx.state.root / "controllers" / args.run
-    _require_none(folder)
+    if not args.replace:
+        _require_none(folder)
     python = _require_python(args.python)
     _receive(ctx.state.directory("controllers", args.run), ctx)
+    if args.replace and args.detach:
+        stop_controllers(ctx.state, [args.run])
     code = _LET_GO + _START if args.detach else _START
     argv = [python, "-B", "-c", code, str(folder), *args.argv]
     return _start(argv, folder, ctx) if args.detach else _run(argv, ctx)
@@ -166,30 +169,25 @@ def _require_python(wanted: str) -> str:
 
 def _receive(folder: Path, ctx: AgentContext) -> None:
     """Put the body's files there, each once it is whole."""
-    code, part = folder / f".{CODE}", folder / ".part"
+    code = folder / f".{CODE}"
     shutil.rmtree(str(code), ignore_errors=True)
-    for name, lines in itertools.groupby(ctx.body(), key=lambda line: str(line["file"])):
-        if not _FILE.fullmatch(name):
-            raise AgentFailure("usage", f"no name of a file for a controller: {name[:80]!r}")
-        _write(part, lines)
-        top, _, rest = name.partition("/")
-        target = code / rest if top == CODE else folder / name
-        if target.name in KEPT and target.exists():
-            part.unlink()
-            continue
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.replace(str(part), str(target))
-    if code.exists():
-        shutil.rmtree(str(folder / CODE), ignore_errors=True)
-        os.replace(str(code), str(folder / CODE))
-
-
-def _write(path: Path, lines: Iterable[Dict[str, Any]]) -> None:
-    with open(os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        for line in lines:
-            file.write(base64.b64decode(line["data"]))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        for name, lines in itertools.groupby(ctx.body(), key=lambda line: str(line["file"])):
+            if not _FILE.fullmatch(name):
+                raise AgentFailure("usage", f"no name of a file for a controller: {name[:80]!r}")
+            top, _, rest = name.partition("/")
+            target = code / rest if top == CODE else folder / name
+            if target.name in KEPT and target.exists():
+                continue
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(target, temporary=folder / ".part") as file:
+                for line in lines:
+                    file.write(base64.b64decode(line["data"]))
+        if code.exists():
+            shutil.rmtree(str(folder / CODE), ignore_errors=True)
+            os.replace(str(code), str(folder / CODE))
+    finally:
+        shutil.rmtree(str(code), ignore_errors=True)
 
 
 def _environment() -> Dict[str, str]:

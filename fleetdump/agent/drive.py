@@ -14,7 +14,7 @@ from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.detach import spawn_detached
 from fleetdump.agent.formats import row_line, server_of
 from fleetdump.agent.gate import capture_mismatch
-from fleetdump.agent.jsonl import fsync_directory
+from fleetdump.agent.jsonl import replacing
 from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.runmessages import (
@@ -34,6 +34,7 @@ from fleetdump.agent.runmessages import (
 )
 from fleetdump.agent.server import PASSED, load_record
 from fleetdump.agent.share import Order, Share, ShareSpec, shares_of, valid_names
+from fleetdump.agent.turn import respect_controller
 
 START_SECONDS = 10.0
 GONE_SECONDS = 5.0
@@ -48,6 +49,7 @@ def submit(args: SubmitArgs, ctx: AgentContext) -> RunProgress:
     """Take in a share and start its driver. The same share again only makes sure that its driver runs."""
     if not valid_names(args.run, args.server):
         raise AgentFailure("usage", f"not a run or server name: {args.run!r}, {args.server!r}")
+    respect_controller(ctx, args.run)
     share = Share.of(ctx.state, args.run, args.server)
     known = share.spec()
     if known is None:
@@ -192,21 +194,15 @@ def whole_lines(path: Path, offset: int) -> Iterator[Tuple[str, int]]:
 def _receive(share: Share, args: SubmitArgs, ctx: AgentContext) -> int:
     """Write rows.jsonl from the request's body, all or nothing; returns the number of rows."""
     digest = hashlib.sha256()
-    temporary = share.rows.with_name("rows.jsonl.tmp")
     rows = 0
-    with open(temporary, "wb") as out:
+    with replacing(share.rows, temporary=share.rows.with_name("rows.jsonl.tmp")) as out:
         for row in ctx.body():
             line = row_line(row)
             digest.update(line)
             out.write(line)
             rows += 1
-        out.flush()
-        os.fsync(out.fileno())
-    if digest.hexdigest() != args.share_sha256:
-        temporary.unlink()
-        raise AgentFailure("failed", "the share arrived damaged", why="its SHA-256 differs", next_step="try again")
-    os.replace(temporary, share.rows)
-    fsync_directory(share.root)
+        if digest.hexdigest() != args.share_sha256:
+            raise AgentFailure("failed", "the share arrived damaged", why="its SHA-256 differs", next_step="try again")
     return rows
 
 
@@ -225,6 +221,7 @@ def _spec(args: SubmitArgs, rows: int) -> ShareSpec:
         model_sha256=args.model_sha256,
         submitted_at=time.time(),
         too_long=args.too_long or TOO_LONG[0],
+        run_samples=args.run_samples,
     )
 
 

@@ -10,6 +10,7 @@ from fleetdump.agent.protocol import AgentError, Finding
 from fleetdump.agent.runmessages import CollectedShare, RunProgress, TapStatus
 from fleetdump.agent.servermessages import HealthyProfile, ServerState
 from fleetdump.agent.specs import Interpreter, PatchSpec, ServerSpec
+from fleetdump.agent.steermessages import Steering
 
 
 @dataclass
@@ -173,12 +174,14 @@ class ControllerArgs:
     """Run ``fleetdump`` with ``argv`` on this host, as the controller of ``run``, by the interpreter ``python``, in the
     folder ``controllers/<run>/`` below the state directory. The body's lines are files that are put there first, each
     ``{"file": <name>, "data": <base64>}``, a file's lines one after the other; ``code/…`` is the package and is
-    replaced as a whole, a ledger that is there stays. ``detach``: start it and return; else its end is waited for."""
+    replaced as a whole, a ledger that is there stays. ``detach``: start it and return; else its end is waited for.
+    ``replace``: a controller of the run that lives here is no hindrance, and ended once another is to start."""
 
     run: str
     python: str
     argv: List[str]
     detach: bool = False
+    replace: bool = False
 
 
 @dataclass
@@ -217,6 +220,8 @@ class StatusResult:
     """Of the last launch of each server."""
     controllers: List[ControllerState] = field(default_factory=list)
     """Of runs that are, or were, driven from this host."""
+    steering: List[Steering] = field(default_factory=list)
+    """Who drives the runs of this host now, from wherever it is."""
 
 
 @dataclass

@@ -5,13 +5,14 @@ A line without its newline does not exist. Standard library alone, Python 3.8; s
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, List, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence, Tuple, Type, TypeVar
 
 from fleetdump.agent.formats import FORMAT_VERSION, JOURNAL_KINDS, FormatError, JournalRecord
 from fleetdump.agent.protocol import ProtocolError, from_json, to_json
@@ -147,15 +148,35 @@ def write_all(file: BinaryIO, data: Any) -> None:
         view = view[file.write(view) :]
 
 
+@contextlib.contextmanager
+def replacing(
+    path: Path, *, mode: int = 0o600, durable: bool = True, temporary: Optional[Path] = None
+) -> Iterator[BinaryIO]:
+    """A new file, written in the block, that takes the place of ``path`` at once when the block has ended; ``durable``:
+    fsynced, and its directory too. When anything fails ``path`` is as it was and nothing of the new file stays, so that
+    a full disk is not kept full. ``temporary`` is its name until then (by default with our pid), ``mode`` as of
+    ``os.open``."""
+    temporary = temporary or path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        fsync_directory(path.parent)
+
+
 def write_json(path: Path, data: Any) -> None:
-    """Replace ``path`` by ``data`` as JSON: temporary name, fsync, rename, fsync of the directory."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb", opener=_private) as file:
+    """Replace ``path`` by ``data`` as JSON, 0600."""
+    with replacing(path) as file:
         file.write(encode_line(data))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_directory(path.parent)
 
 
 def fsync_directory(path: Path) -> None:
@@ -165,10 +186,6 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _cut_torn_line(file: BinaryIO) -> None:

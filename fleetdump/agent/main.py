@@ -12,7 +12,17 @@ import time
 import traceback
 from typing import Any, BinaryIO, Dict, Iterator, NamedTuple
 
-from fleetdump.agent import audit, bundles, hostmessages, lease, patchmessages, protocol, runmessages, servermessages
+from fleetdump.agent import (
+    audit,
+    bundles,
+    hostmessages,
+    lease,
+    patchmessages,
+    protocol,
+    runmessages,
+    servermessages,
+    steermessages,
+)
 from fleetdump.agent.context import AgentContext, ControllerGone, State
 from fleetdump.agent.lock import host_lock
 from fleetdump.agent.names import require_names
@@ -54,10 +64,12 @@ VERB_TABLE: Dict[str, Verb] = {
     "selfcheck": Verb(runmessages.SelfCheckArgs, "selfcheck:selfcheck"),
     "burst": Verb(runmessages.BurstArgs, "burst:burst"),
     "preview": Verb(runmessages.PreviewArgs, "preview:preview"),
+    "steer": Verb(steermessages.SteerArgs, "turn:steer"),
     "submit": Verb(runmessages.SubmitArgs, "drive:submit", mutates=True),
     "order": Verb(runmessages.OrderArgs, "drive:order", mutates=True, urgent=True),
     "withdraw": Verb(runmessages.WithdrawArgs, "withdraw:withdraw"),
     "held": Verb(runmessages.HeldArgs, "withdraw:held"),
+    "done": Verb(runmessages.DoneArgs, "withdraw:done"),
     "follow": Verb(runmessages.FollowArgs, "drive:follow"),
     "manifest": Verb(runmessages.ManifestArgs, "drive:manifest"),
     "verify": Verb(runmessages.VerifyArgs, "verify:verify"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterator, List, Optional
 
-from fleetdump.agent.jsonl import fsync_directory, write_json
+from fleetdump.agent.jsonl import fsync_directory, replacing, write_json
 from fleetdump.agent.protocol import AgentFailure, ProtocolError, from_json
 
 FOLDER = "fleetdump-patch"
@@ -201,16 +201,16 @@ def restore(site: Path, kept: KeptFile) -> None:
 def replace(target: Path, data: bytes, like: Optional[KeptFile] = None) -> None:
     """Put ``data`` at ``target`` in one step and durably; mode, owner and, when the bytes are the kept file's own,
     modification time are those of ``like``."""
-    temporary = _temporary(target)
-    write_durable(temporary, data)
-    os.chmod(str(temporary), like.mode if like is not None and not like.link else 0o644)
-    if like is not None:
+    with replacing(target, mode=0o644, temporary=_temporary(target)) as file:
+        file.write(data)
+        file.flush()
+        os.chmod(file.fileno(), like.mode if like is not None and not like.link else 0o644)
+        if like is None:
+            return
         with contextlib.suppress(PermissionError):
-            os.chown(str(temporary), like.uid, like.gid)
+            os.chown(file.fileno(), like.uid, like.gid)
         if sha256(data) == like.sha256:
-            os.utime(str(temporary), ns=(like.mtime_ns, like.mtime_ns))
-    os.replace(str(temporary), str(target))
-    fsync_directory(target.parent)
+            os.utime(file.fileno(), ns=(like.mtime_ns, like.mtime_ns))
 
 
 def write_durable(path: Path, data: bytes) -> None:

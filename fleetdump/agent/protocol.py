@@ -122,6 +122,8 @@ class Request:
     """Seconds that a verb which changes the host waits for another's change to end."""
     lease: str = ""
     """The lease of the deploy that this call belongs to (``HoldArgs``)."""
+    controller: str = ""
+    """Which controller of a run calls (``SteerArgs``)."""
 
 
 @dataclass
@@ -175,10 +177,12 @@ VERBS = (
     "selfcheck",
     "preview",
     "burst",
+    "steer",
     "submit",
     "order",
     "withdraw",
     "held",
+    "done",
     "follow",
     "manifest",
     "verify",

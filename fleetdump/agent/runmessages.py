@@ -44,6 +44,8 @@ class SubmitArgs:
     engine: str = ""
     patch_sha256: str = ""
     model_sha256: str = ""
+    run_samples: int = 0
+    """Of the whole run, each once; 0: not told."""
 
 
 FINISHED = ("done", "failed")
@@ -97,6 +99,8 @@ class RunProgress:
     """Of the latest attempt that ended without a sample: which, how and why."""
     given_away: int = 0
     """Samples that were this share's once."""
+    run_samples: int = 0
+    """As in ``SubmitArgs``. The shares together have more when some samples were given to two hosts."""
 
 
 @dataclass
@@ -212,6 +216,20 @@ class HeldResult:
 
     ids: List[str]
     share_sha256: str
+
+
+@dataclass
+class DoneArgs:
+    """Ask which of these samples (the body, a line ``{"id": …}`` each) the run's shares on this host have done."""
+
+    run: str
+
+
+@dataclass
+class DoneResult:
+    """Those that stand in the shares' manifests, once for each share."""
+
+    ids: List[str]
 
 
 @dataclass

@@ -397,14 +397,16 @@ class StopArgs:
 
 @dataclass
 class StopResult:
-    """Servers by what happened to them. ``waiting``: extractions of them, as ``<run> on <server>``, that go on when
-    the server is launched again. ``gpu_freed``: bytes of GPU memory that came free; ``gpu_held`` says of each GPU that
-    gave less than the servers had there who has it now (both empty where there is no nvidia-smi)."""
+    """Servers by what happened to them. ``waiting``: extractions of them, as ``<run> on <share>``, that go on when
+    the server is launched again; ``left``: those that this host was drained of, whose drivers were ended.
+    ``gpu_freed``: bytes of GPU memory that came free; ``gpu_held`` says of each GPU that gave less than the servers had
+    there who has it now (both empty where there is no nvidia-smi)."""
 
     stopped: List[str] = field(default_factory=list)
     killed: List[str] = field(default_factory=list)
     absent: List[str] = field(default_factory=list)
     waiting: List[str] = field(default_factory=list)
+    left: List[str] = field(default_factory=list)
     gpu_freed: int = 0
     gpu_held: List[str] = field(default_factory=list)
 

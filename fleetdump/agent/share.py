@@ -29,6 +29,7 @@ from fleetdump.agent.jsonl import (
     open_lines,
     read_lines,
     read_raw_lines,
+    replacing,
     write_json,
 )
 from fleetdump.agent.procfs import is_alive, start_time
@@ -61,6 +62,7 @@ class ShareSpec:
     model_sha256: str
     submitted_at: float
     too_long: str = TOO_LONG[0]
+    run_samples: int = 0
     v: int = 1
 
     @property
@@ -178,9 +180,8 @@ class Share:
 
     def save_progress(self, progress: RunProgress) -> None:
         """Atomic but not fsynced: it is rewritten every second and recomputed after a crash."""
-        temporary = self.root / ".progress.json.tmp"
-        temporary.write_text(json.dumps(progress.__dict__))
-        os.replace(temporary, self.root / "progress.json")
+        with replacing(self.root / "progress.json", durable=False) as file:
+            file.write(json.dumps(progress.__dict__).encode())
 
     def progress(self) -> RunProgress:
         """The share's state as it is now: the driver's last word, whether the driver lives, and what it was told;
@@ -190,6 +191,7 @@ class Share:
         try:
             spec = self.spec()
             progress.share_id = spec.share_id if spec else ""
+            progress.run_samples = spec.run_samples if spec else 0
             if told is None and spec is not None:
                 progress.samples = spec.rows
         except AgentFailure as failure:

@@ -24,6 +24,7 @@ from fleetdump.agent.servermessages import LogsArgs, LogsResult
 from fleetdump.agent.share import runs_of, shares_of
 from fleetdump.agent.specs import PHASES, Interpreter
 from fleetdump.agent.tapstatus import taps_of
+from fleetdump.agent.turn import steering_of_all
 
 BLOCK = 1 << 20
 POLL = 0.2
@@ -44,6 +45,7 @@ def status(args: StatusArgs, ctx: AgentContext) -> StatusResult:
         state_bytes=tree_bytes(ctx.state.root),
         taps=[tap for server in servers for tap in taps_of(ctx.state, server.name, server.launch_id)],
         controllers=controllers_of(ctx.state),
+        steering=steering_of_all(ctx.state),
     )
 
 

@@ -12,12 +12,14 @@ from typing import List, Optional, Tuple
 
 from fleetdump.agent import gpumemory, procfs
 from fleetdump.agent.context import AgentContext
+from fleetdump.agent.formats import server_of
 from fleetdump.agent.procfs import ProcSample
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import NOT_WRITABLE
+from fleetdump.agent.runmessages import DRAIN
 from fleetdump.agent.server import ServerRecord, living, load_record, readable_records, save_record
 from fleetdump.agent.servermessages import StopArgs, StopResult
-from fleetdump.agent.share import runs_of, shares_of
+from fleetdump.agent.share import Share, runs_of, shares_of
 
 POLL = 0.1
 ORPHAN_GRACE = 3.0
@@ -46,10 +48,31 @@ def stop(args: StopArgs, ctx: AgentContext) -> StopResult:
     for name, failure in unreadable.items():
         if not args.servers or name in args.servers:
             raise _cannot_stop(name, failure, result)
-    gone = {*result.stopped, *result.killed}
-    shares = [share for run in runs_of(ctx.state) for share in shares_of(ctx.state, run) if share.server in gone]
-    result.waiting = [f"{share.run} on {share.server}" for share in shares if share.driver_alive()]
+    _mind_drivers(ctx, result)
     return result
+
+
+def _mind_drivers(ctx: AgentContext, result: StopResult) -> None:
+    """Name the extractions that wait for the servers; one that this host was drained of waits for nobody."""
+    gone = {*result.stopped, *result.killed}
+    for share in (share for run in runs_of(ctx.state) for share in shares_of(ctx.state, run)):
+        server, name = server_of(share.server), f"{share.run} on {share.server}"
+        if not share.driver_alive():
+            continue
+        if server in {*gone, *result.absent} and share.progress().order == DRAIN:
+            _end_driver(share)
+            result.left.append(name)
+        elif server in gone:
+            result.waiting.append(name)
+
+
+def _end_driver(share: Share) -> None:
+    """What it has not given away is given away without it, or by the next one, which an ``extract`` starts."""
+    claim = None
+    with contextlib.suppress(OSError):  # a disk that takes no more: it has ended all the same
+        claim = share.stop_driver()
+    if claim is not None:
+        claim.close()
 
 
 def _cannot_stop(name: str, failure: AgentFailure, result: StopResult) -> AgentFailure:

@@ -7,10 +7,10 @@ import hashlib
 import os
 import re
 import zlib
-from pathlib import Path
 
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.hostmessages import ToolArgs, ToolResult
+from fleetdump.agent.jsonl import replacing
 from fleetdump.agent.protocol import AgentFailure
 
 TOOL_BYTES = 64 << 20
@@ -26,29 +26,18 @@ def tool(args: ToolArgs, ctx: AgentContext) -> ToolResult:
     if not _NAME.fullmatch(args.name) or not _HASH.fullmatch(args.sha256):
         raise AgentFailure("usage", f"{args.name!r} is no name of a tool, or its hash is none")
     folder = ctx.state.directory("tools")
-    part = folder / f".{args.name}-{os.getpid()}"
-    try:
-        _write(part, args, ctx)
-        final = folder / f"{args.name}-{args.sha256}"
-        os.replace(part, final)
-    finally:
-        if part.exists():
-            part.unlink()
-    return ToolResult(str(final))
-
-
-def _write(part: Path, args: ToolArgs, ctx: AgentContext) -> None:
+    final = folder / f"{args.name}-{args.sha256}"
     digest, unpack, size = hashlib.sha256(), zlib.decompressobj(), 0
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700), "wb") as file:
+    with replacing(final, mode=0o700, temporary=folder / f".{args.name}-{os.getpid()}") as file:
         for line in ctx.body():
             data = unpack.decompress(base64.b64decode(line["data"]), TOOL_BYTES - size + 1)
             size += len(data)
             digest.update(data)
             file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    if size > TOOL_BYTES or digest.hexdigest() != args.sha256:
-        raise AgentFailure("failed", f"the bytes of {args.name} are not those that were announced", where=str(part))
+        if size > TOOL_BYTES or digest.hexdigest() != args.sha256:
+            what = f"the bytes of {args.name} are not those that were announced"
+            raise AgentFailure("failed", what, where=str(final))
+    return ToolResult(str(final))
 
 
 def brought(state: State, name: str) -> str:

@@ -7,17 +7,29 @@ decides. Either way a sample may be given on only when it stands in withdrawn.js
 from __future__ import annotations
 
 import json
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import List, Sequence, Set, Tuple
 
+from fleetdump.agent import audit
 from fleetdump.agent.context import AgentContext, State
 from fleetdump.agent.formats import WithdrawnLine
 from fleetdump.agent.jsonl import append_lines, open_lines, read_lines, write_json
 from fleetdump.agent.protocol import AgentFailure
-from fleetdump.agent.runmessages import CANCEL, PAUSE, HeldArgs, HeldResult, WithdrawArgs, WithdrawResult
-from fleetdump.agent.share import Share, ShareSpec, valid_names
+from fleetdump.agent.runmessages import (
+    CANCEL,
+    PAUSE,
+    DoneArgs,
+    DoneResult,
+    HeldArgs,
+    HeldResult,
+    WithdrawArgs,
+    WithdrawResult,
+)
+from fleetdump.agent.share import Share, ShareSpec, shares_of, valid_names
+from fleetdump.agent.turn import respect_controller
 
 ANSWER_SECONDS = 30.0
 POLL_SECONDS = 0.1
@@ -36,8 +48,20 @@ def withdraw(args: WithdrawArgs, ctx: AgentContext) -> WithdrawResult:
     is told by the next call."""
     share, _ = _known(ctx.state, args.run, args.share)
     if args.tokens > 0 and _may_give(share):
+        respect_controller(ctx, args.run)
+        began, clock, before = time.time(), time.monotonic(), len(share.read_withdrawn())
         _ask(share, args.tokens)
+        if len(share.read_withdrawn()) > before:
+            _note(ctx, began, time.monotonic() - clock)
     return WithdrawResult(share.read_withdrawn())
+
+
+def _note(ctx: AgentContext, began: float, seconds: float) -> None:
+    """In the audit log. What is given away is given away, also where that takes no line."""
+    try:
+        audit.record(ctx, ok=True, started=began, seconds=seconds)
+    except OSError as error:
+        print(f"this call is not audited: {error}", file=sys.stderr)
 
 
 def held(args: HeldArgs, ctx: AgentContext) -> HeldResult:
@@ -47,6 +71,15 @@ def held(args: HeldArgs, ctx: AgentContext) -> HeldResult:
     with open(share.rows, "rb") as file:
         given = [json.loads(line)["id"] for line in file]
     return HeldResult([sample for sample in given if sample not in away], spec.share_sha256)
+
+
+def done(args: DoneArgs, ctx: AgentContext) -> DoneResult:
+    """See ``DoneArgs``."""
+    wanted = {str(line["id"]) for line in ctx.body()}
+    found: List[str] = []
+    for share in shares_of(ctx.state, args.run):
+        found += [line["id"] for line in read_lines(share.manifest)[0] if line["id"] in wanted]
+    return DoneResult(found)
 
 
 def _known(state: State, run: str, name: str) -> Tuple[Share, ShareSpec]:

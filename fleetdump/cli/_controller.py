@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fleetdump.agent.hostmessages import StatusArgs, StatusResult
 from fleetdump.cli._fleet import FleetOptions
-from fleetdump.cli._preflight import ask
+from fleetdump.cli._preflight import LOOK_DEADLINE, ask
 from fleetdump.dataset.intake import DataSet
-from fleetdump.errors import LockedError, UsageError
+from fleetdump.errors import DrivenError, UsageError
 from fleetdump.fleet import Host
 from fleetdump.inventory import HostConfig
 from fleetdump.suggest import did_you_mean
@@ -18,37 +18,65 @@ from fleetdump.tasks.controller import (
     DATA_DEADLINE,
     DEADLINE,
     Seat,
+    controller_there,
     fleet_from,
     require_alone,
     run_files,
     seat_controller,
     try_out,
 )
+from fleetdump.tasks.steering import Controller
 from fleetdump.views.console import err
 
 
-def try_seat(options: FleetOptions, hosts: Sequence[HostConfig], run: str, name: str, python: str) -> Seat:
+def require_undriven(options: FleetOptions, hosts: Sequence[HostConfig], me: Controller) -> None:
+    """Raise ``DrivenError`` when another controller drives the run, as one of the hosts knows; ``UsageError`` when that
+    one drives it with other data. Hosts that do not answer are asked again with their shares."""
+
+    def look(host: Host) -> None:
+        require_alone(host, me.run, host.call(StatusArgs(), StatusResult, verb="status"), me)
+
+    for _, error in ask(options, hosts, look, LOOK_DEADLINE).values():
+        if isinstance(error, (DrivenError, UsageError)):
+            raise error
+
+
+def try_seat(
+    options: FleetOptions, hosts: Sequence[HostConfig], me: Controller, name: str, python: str, *, joining: bool = False
+) -> Seat:
     """The seat on host ``name``, once it has shown that a controller there reaches all of ``hosts``; nothing has begun
-    by then. Raises ``LockedError`` when the run has a controller on one of them, and what ``tasks.controller`` does."""
+    by then. With ``joining`` it may replace one that lives there and does not know all of ``hosts``. Raises
+    ``DrivenError`` when the run has another controller, and what ``tasks.controller`` does."""
     host = _of_the_run(hosts, name)
     known = {config.name: config for config in hosts}
+    replaced = _controller_on(options, host, me.run) if joining else ""
 
     def look(one: Host) -> HostConfig:
-        require_alone(one, run, one.call(StatusArgs(), StatusResult, verb="status"))
+        require_alone(one, me.run, one.call(StatusArgs(), StatusResult, verb="status"), me, replaced)
         return one.resolved()
 
     answers = ask(options, hosts, look, DEADLINE)
     for one, (_, error) in answers.items():
-        if error is not None and (one == host.name or isinstance(error, LockedError)):
+        if error is not None and (one == host.name or isinstance(error, (DrivenError, UsageError))):
             raise error
     # One that does not answer now is tried from there all the same.
     fleet = fleet_from(host.name, {one: answers[one][0] or known[one] for one in known})
-    seat = Seat(run, host, python, fleet)
+    seat = Seat(me.run, host, python, fleet, bool(replaced))
     err.print(f"trying {host.name} as the controller's host: does it reach the others?", markup=False)
     _, error = ask(options, [host], lambda one: try_out(one, seat), DEADLINE + 60.0)[host.name]
     if error is not None:
         raise error
     return seat
+
+
+def _controller_on(options: FleetOptions, host: HostConfig, run: str) -> str:
+    def look(one: Host) -> str:
+        return controller_there(run, one.call(StatusArgs(), StatusResult, verb="status"))
+
+    there, error = ask(options, [host], look, LOOK_DEADLINE)[host.name]
+    if error is not None:
+        raise error
+    return there or ""
 
 
 def take_seat(options: FleetOptions, seat: Seat, data: DataSet, ledger: Path, argv: Sequence[str]) -> None:

@@ -15,6 +15,14 @@ from fleetdump.dataset.intake import MAX_REJECTS, DataSet, take_in
 from fleetdump.dataset.rows import numbered_rows
 from fleetdump.tasks.plan import Limits
 
+runs_dir_option = click.option(
+    "--runs-dir",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    help="Where this machine keeps the ledger and the files of each run; the same for all commands of a run.",
+)
+
 
 @dataclass(frozen=True)
 class DataOptions:
@@ -28,7 +36,7 @@ class DataOptions:
 
     def take_in(self) -> DataSet:
         """The data set; raises ``UsageError``."""
-        return take_in(numbered_rows(self.path), self.max_rejects)
+        return take_in(numbered_rows(self.path), self.max_rejects, str(self.path))
 
     @property
     def limits(self) -> Limits:

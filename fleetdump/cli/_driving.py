@@ -14,7 +14,7 @@ from fleetdump.agent.runmessages import FINISHED, RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb
 from fleetdump.cli.runcontrol import code_of, show_shares
 from fleetdump.dataset.intake import DataSet
-from fleetdump.errors import ExitCode, HostError, LockedError, UnreachableError, UsageError, worst
+from fleetdump.errors import DrivenError, ExitCode, HostError, UnreachableError, UsageError, worst
 from fleetdump.fleet import Host, Outcome, fan_out
 from fleetdump.fleet.fanout import MAX_THREADS
 from fleetdump.hostpatterns import compress
@@ -35,6 +35,7 @@ from fleetdump.tasks.extract import (
 from fleetdump.tasks.intake import taking_in
 from fleetdump.tasks.rebalance import START_SECONDS, Balancer, left_with_others, require_server, serves
 from fleetdump.tasks.rejected import write_rejected
+from fleetdump.tasks.steering import Controller, Places
 from fleetdump.tasks.supervise import Policy, Supervisor
 from fleetdump.tasks.survey import is_cancelled, require_not_cancelled, shares_on, survey
 from fleetdump.views.console import count, duration, err, out, print_error
@@ -67,6 +68,8 @@ class Run:
     detach: bool
     seated: bool
     """It gets a controller on a host of the fleet."""
+    controller: Controller
+    """This process, as the hosts know it."""
 
     @property
     def folder(self) -> Path:
@@ -98,8 +101,10 @@ def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Ru
     """Hand out the shares and, unless detached, watch them being worked on."""
     with Ledger(runs_file(run.runs_dir, run.name)) as ledger:
         plan = open_run(ledger, run.name, rows, targets_of(hosts))
+        if not plan.resumed:
+            run.settings.note(ledger)
         write_rejected(ledger, run.folder)
-        knows_all = _look_around(options, hosts, run.name, ledger)
+        knows_all = _look_around(options, hosts, run.name, ledger, run.controller)
         _announce(plan)
         with_shares = {host for host, _ in plan.shares} & {host.name for host in hosts}
         if run.detach:
@@ -145,10 +150,16 @@ def _report(options: FleetOptions) -> Report:
 def _hand_out(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: Run, ledger: Ledger) -> End:
     """Each host gets its shares, and is left to itself."""
     report = _report(options)
+    places = _places(hosts, run)
+
+    def hand_out(host: Host) -> list[RunProgress]:
+        with places.on(host):
+            return submit(host, plan, run.settings, ledger)
+
     with RunView(options.as_json):
         outcomes = fan_out(
             hosts,
-            lambda host: submit(host, plan, run.settings, ledger),
+            hand_out,
             limit=max(options.jobs, len(hosts)),
             deadline=FOLLOW_SECONDS + 900,
             options=options.connect_options(),
@@ -173,10 +184,17 @@ def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: R
         if attendance.is_first_try(name):
             _tell_absence(name, outcome, balancer.patience)
 
-    with RunView(options.as_json, moves=True, whole=Whole(plan.samples, balancer.ledger.copies)) as view:
+    whole = Whole(plan.samples, balancer.ledger.copies)
+    with RunView(options.as_json, moves=True, corrected=whole.corrected) as view:
+        members, places = Members(plan, run, balancer, attendance, view, supervisor), _places(hosts, run)
+
+        def work(host: Host) -> list[RunProgress]:
+            with places.on(host):
+                return members.work(host)
+
         fan_out(
             hosts,
-            Members(plan, run, balancer, attendance, view, supervisor).work,
+            work,
             limit=max(options.jobs, MAX_THREADS),
             deadline=FOLLOW_SECONDS + 900,
             options=options.connect_options(),
@@ -193,6 +211,11 @@ def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: R
     return End(code, final, left_over, left_with_others(balancer.ledger, {*attendance.asked, *(h.name for h in hosts)}))
 
 
+def _places(hosts: Sequence[HostConfig], run: Run) -> Places:
+    """While this process has a host's place, no other hands out or moves samples of the run there."""
+    return Places(run.controller, hosts, lambda name, text: show_event(name, {"event": "step", "text": text}))
+
+
 def _teller(options: FleetOptions) -> Callable[[str, dict[str, Any]], None]:
     """Shows what is done about a server that died; scripts get its steps as objects too."""
 
@@ -204,15 +227,17 @@ def _teller(options: FleetOptions) -> Callable[[str, dict[str, Any]], None]:
     return tell
 
 
-def _look_around(options: FleetOptions, hosts: list[HostConfig], run_name: str, ledger: Ledger) -> bool:
+def _look_around(
+    options: FleetOptions, hosts: list[HostConfig], run_name: str, ledger: Ledger, me: Controller | None = None
+) -> bool:
     """Learn what the hosts know of the run and we do not; whether all of them have told. Raises ``UsageError`` for a
-    cancelled run, ``LockedError`` for one that is driven from a host. A host that cannot be asked is reported with its
-    share."""
+    cancelled run, ``DrivenError`` for one that another controller drives. A host that cannot be asked is reported with
+    its share."""
     outcomes = fan_out(
-        hosts, lambda host: survey(host, run_name, ledger), limit=options.jobs, options=options.connect_options()
+        hosts, lambda host: survey(host, run_name, ledger, me), limit=options.jobs, options=options.connect_options()
     )
     for outcome in outcomes.values():
-        if isinstance(outcome.error, LockedError):
+        if isinstance(outcome.error, (DrivenError, UsageError)):
             raise outcome.error
     require_not_cancelled(run_name, {name: outcome.value or [] for name, outcome in outcomes.items()})
     return all(outcome.error is None for outcome in outcomes.values())

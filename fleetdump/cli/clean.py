@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from fleetdump.agent.hostmessages import CleanResult
+from fleetdump.cli._data import runs_dir_option
 from fleetdump.cli._fleet import FleetOptions, Verb, fleet_options, lock_wait_option, run
 from fleetdump.errors import ExitCode
 from fleetdump.tasks.clean import CleanPlan
@@ -40,7 +41,7 @@ def _code(result: CleanResult) -> ExitCode:
     help="With --data: give up the samples of this run that were not collected.",
 )
 @click.option("--check", "dry_run", is_flag=True, help="Only list what would go, and what stands in the way.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@runs_dir_option
 @lock_wait_option
 @fleet_options
 def clean(options: FleetOptions, data: bool, discard: tuple[str, ...], dry_run: bool, runs_dir: Path) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import click
 
+from fleetdump.agent.jsonl import replacing
 from fleetdump.agent.protocol import to_json
+from fleetdump.cli._data import runs_dir_option
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options
 from fleetdump.cli._interrupt import interruptible
 from fleetdump.errors import ExitCode, FleetdumpError, UsageError, worst
@@ -34,7 +36,7 @@ SHOWN = 5
 @click.option(
     "--to", type=click.Path(path_type=Path), default=None, help="Where shards go.  [default: the runs folder]"
 )
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@runs_dir_option
 @fleet_options
 @interruptible("what was brought here is kept; the same command goes on where it was")
 def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, runs_dir: Path) -> None:
@@ -119,7 +121,8 @@ def _unknown_run(run_name: str, runs_dir: Path) -> ExitCode:
 
 def _write(merged: CollectReport) -> None:
     path = Path(merged.manifest).with_name("collect.json")
-    path.write_text(json.dumps(to_json(merged), indent=1) + "\n", encoding="utf-8")
+    with replacing(path, mode=0o666) as file:
+        file.write(json.dumps(to_json(merged), indent=1).encode() + b"\n")
 
 
 def _show_merged(merged: CollectReport) -> None:

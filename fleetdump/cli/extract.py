@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
-from fleetdump.cli._controller import take_seat, try_seat
-from fleetdump.cli._data import DataOptions, data_options
+from fleetdump.cli._controller import require_undriven, take_seat, try_seat
+from fleetdump.cli._data import DataOptions, data_options, runs_dir_option
 from fleetdump.cli._driving import Run, Watching, drive, named_hosts
 from fleetdump.cli._fleet import FleetOptions, Seconds, fleet_options, lock_wait_option
 from fleetdump.cli._interrupt import say_and_leave
@@ -18,20 +20,22 @@ from fleetdump.cli._preflight import look_at, preview_on
 from fleetdump.cli.runcontrol import give_order, goes_on, watch
 from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import BrokenRow
-from fleetdump.errors import ExitCode, LockedError, UnreachableError, UsageError
+from fleetdump.errors import DrivenError, ExitCode, UnreachableError, UsageError
 from fleetdump.inventory import HostConfig
 from fleetdump.tasks.attendance import JoinRequests, ask_to_join
 from fleetdump.tasks.controller import arguments
 from fleetdump.tasks.extract import (
-    ExtractSettings,
     is_begun,
+    require_begun_with,
     require_run_name,
     runs_file,
+    settle,
     targets_of,
 )
 from fleetdump.tasks.plan import Limits, estimate, require_deployed, require_fit, sample_of
 from fleetdump.tasks.rebalance import PATIENCE_SECONDS
 from fleetdump.tasks.runlock import CONTROLLER, sole
+from fleetdump.tasks.steering import Controller
 from fleetdump.tasks.supervise import Policy
 from fleetdump.views.console import err
 
@@ -43,8 +47,18 @@ PREVIEW_ROWS = 50
 @click.command(short_help="Run a data set through the fleet, each sample once.")
 @data_options
 @click.option("--run", "run_name", default="", metavar="NAME", help="Name of the run.  [default: the data file's name]")
-@click.option("--token-budget", type=click.IntRange(1), default=32768, show_default=True, help="In flight, a server.")
-@click.option("--max-attempts", type=click.IntRange(1, 20), default=3, show_default=True)
+@click.option(
+    "--token-budget",
+    type=click.IntRange(1),
+    metavar="TOKENS",
+    help="So many may be in flight at a server; a run keeps what it was begun with.  [default: 32768]",
+)
+@click.option(
+    "--max-attempts",
+    type=click.IntRange(1, 20),
+    metavar="N",
+    help="A sample that has failed so often is rejected; a run keeps what it was begun with.  [default: 3]",
+)
 @click.option("--allow-full-disk", is_flag=True, help="Begin a run that is too large for the hosts' disks.")
 @click.option("--allow-failed-selfcheck", is_flag=True, help="Use servers whose self-check failed.")
 @click.option(
@@ -62,7 +76,8 @@ PREVIEW_ROWS = 50
     default=PATIENCE_SECONDS,
     show_default=True,
     metavar="SECONDS",
-    help="Without a host for so long, others compute what it has not done, while this command watches.",
+    help="How long a host may be unreachable before others compute what it has not done, while this command watches. "
+    "(The inventory's patience, for servers that do not get on, is another one.)",
 )
 @click.option(
     "--add-host",
@@ -86,15 +101,17 @@ PREVIEW_ROWS = 50
     metavar="PATH",
     help="What runs the controller there: Python >= 3.10 with fleetdump's packages. Nothing is installed.",
 )
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@runs_dir_option
 @lock_wait_option
 @fleet_options
+@click.pass_context
 def extract(
+    ctx: click.Context,
     options: FleetOptions,
     data: DataOptions,
     run_name: str,
-    token_budget: int,
-    max_attempts: int,
+    token_budget: int | None,
+    max_attempts: int | None,
     allow_full_disk: bool,
     allow_failed_selfcheck: bool,
     restarts: int,
@@ -114,10 +131,11 @@ def extract(
     While it watches, a host that is done takes over what slower ones have not begun, and a server that dies is
     diagnosed and launched again as it was (--restart). A host that cannot be reached is tried again; after a while
     (--patience) the others compute what it has not done, and each sample counts once. To add a host to a run, deploy
-    it and give the command again with --add-host; `drain` takes one out. While one extract of a run is at work on this
-    machine, a second one only watches. Ctrl-C at a terminal asks once whether to leave the hosts at work, to pause, or
-    to cancel. Without it nothing expires: a driver whose server died waits until it is launched again.
-    For a laptop that sleeps --controller leaves all this to a process on a host of the fleet (docs/run.md).
+    it and give the command again with --add-host; `drain` takes one out. While one extract of a run is at work,
+    wherever it was given, a second one only watches and says who drives the run; with other data it is refused. Ctrl-C
+    at a terminal asks once whether to leave the hosts at work, to pause, or to cancel. Without an extract nothing
+    expires: a driver whose server died waits until it is launched again. For a laptop that sleeps --controller leaves
+    all this to a process on a host of the fleet (docs/run.md). An option that would have no effect is refused.
 
     \b
     A row of DATA is one of:
@@ -133,40 +151,77 @@ def extract(
       fleetdump extract --data conversations.jsonl --add-host gpu09
       fleetdump extract --data conversations.jsonl --controller gpu01 --controller-python /opt/fleetdump/bin/python
     """
+    _refuse_idle(ctx)
     run_name = run_name or _run_name(data.path)
     hosts, joining = options.select(read_only=False), named_hosts(options, add_host)
     hosts += [host for host in joining if host not in hosts]
-    settings = ExtractSettings(data.max_tokens, data.too_long, token_budget, max_attempts, allow_failed_selfcheck)
     require_run_name(run_name)
+    ledger_file = runs_file(runs_dir, run_name)
+    told = {
+        "max_tokens": data.max_tokens,
+        "too_long": data.too_long or None,
+        "token_budget": token_budget,
+        "max_attempts": max_attempts,
+    }
+    settings = settle(ledger_file, run_name, {name: value for name, value in told.items() if value is not None})
+    settings = replace(settings, allow_failed_selfcheck=allow_failed_selfcheck)
     rows = data.take_in()
     _name_broken(rows.broken)
     targets_of(hosts)  # before any host is asked: can there be a run at all?
-    try:
-        seat = try_seat(options, hosts, run_name, seat_name, controller_python) if seat_name else None
-    except LockedError as error:
-        if joining:  # its controller is on a host, where nobody can leave word
-            raise
-        sys.exit(_only_watch(options, hosts, run_name, error))
-    if not is_begun(runs_file(runs_dir, run_name)):
-        _refuse_joining(run_name, joining)
-        _preflight(options, hosts, rows, data.limits, allow_full_disk)
     requests = JoinRequests(runs_dir / run_name, lambda text: err.print(text, markup=False))
-    policy = Policy(restarts, selfcheck=not allow_failed_selfcheck)
-    watching = Watching(policy, patience, [one.name for one in joining], requests)
-    run = Run(run_name, runs_dir, settings, watching, detach or seat is not None, seated=seat is not None)
+    watching = Watching(
+        Policy(restarts, selfcheck=not allow_failed_selfcheck), patience, [h.name for h in joining], requests
+    )
+    me = Controller(run_name, runs_dir / run_name, rows.mark)
+    argv = arguments(run_name, settings, ["--restart", str(restarts), "--patience", str(patience)])
+    run = Run(run_name, runs_dir, settings, watching, detach or bool(seat_name), bool(seat_name), me)
     try:
-        with sole(runs_dir / run_name, CONTROLLER):
+        seat = None
+        if seat_name:
+            seat = try_seat(options, hosts, me, seat_name, controller_python, joining=bool(joining))
+        if seat is not None and seat.replaces:
+            take_seat(options, seat, rows, ledger_file, argv)
+            sys.exit(ExitCode.OK)
+        if not is_begun(ledger_file):
+            _refuse_joining(run_name, joining)
+            if seat is None:
+                require_undriven(options, hosts, me)
+            _preflight(options, hosts, rows, data.limits, allow_full_disk)
+        with sole(run.folder, CONTROLLER):
+            me.begin()
             code = drive(options, hosts, rows, run)
             if seat is not None:
-                argv = arguments(run_name, settings, ["--restart", str(restarts), "--patience", str(patience)])
-                take_seat(options, seat, rows, runs_file(runs_dir, run_name), argv)
-    except LockedError as error:
+                take_seat(options, seat, rows, ledger_file, argv)
+    except DrivenError as error:
+        require_begun_with(ledger_file, run_name, rows)
         if joining:
             _leave_word(run, error)
-        code = _only_watch(options, hosts, run_name, error)
+        code = _stand_back(options, hosts, run, error)
     except KeyboardInterrupt:
         code = _after_interrupt(options, hosts, run_name)
     sys.exit(code)
+
+
+def _refuse_idle(ctx: click.Context) -> None:
+    """Raise ``UsageError`` for an option that would say nothing beside the others."""
+    given = {name for name in ctx.params if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE}
+    seated = bool(ctx.params["seat_name"])
+    if "controller_python" in given and not seated:
+        raise _idle("--controller-python", "it is for a controller on a host", "name that host with --controller")
+    if not ctx.params["detach"] or seated:
+        return
+    for name, flag, what in (
+        ("add_host", "--add-host", "a host joins by taking work over from others"),
+        ("restarts", "--restart", "servers are launched again"),
+        ("patience", "--patience", "others take over from a host that is away"),
+    ):
+        if name in given:
+            why = f"{what} while a command watches, and with --detach none does"
+            raise _idle(flag, why, "leave --detach away, or have a controller stay on a host, with --controller")
+
+
+def _idle(flag: str, why: str, step: str) -> UsageError:
+    return UsageError(f"{flag} would have no effect", why=why, next_step=f"leave {flag} away; or {step}")
 
 
 def _refuse_joining(run_name: str, joining: Sequence[HostConfig]) -> None:
@@ -178,17 +233,26 @@ def _refuse_joining(run_name: str, joining: Sequence[HostConfig]) -> None:
         )
 
 
-def _leave_word(run: Run, error: LockedError) -> None:
-    """Ask the process that drives the run to let hosts join. Raises ``error`` where that is on another machine."""
+def _leave_word(run: Run, error: DrivenError) -> None:
+    """Ask the process that drives the run to let hosts join. Raises ``DrivenError`` where it is not one of this
+    folder."""
     if error.where != str(run.folder):
-        raise error
+        raise DrivenError(
+            f"{', '.join(run.watching.joining)} cannot join from here: {error.what}",
+            error.where,
+            error.why,
+            "give the command with --add-host where that one is; where that is a host of the fleet, give it here with "
+            "--controller and that host: the controller there is then replaced by one that knows them",
+        )
     ask_to_join(run.folder, run.watching.joining)
     err.print(f"asked the extract that is at work to let {', '.join(run.watching.joining)} join", markup=False)
 
 
-def _only_watch(options: FleetOptions, hosts: list[HostConfig], run_name: str, error: LockedError) -> ExitCode:
-    err.print(f"{error.what}, {error.why}: only watching", markup=False)
-    return watch(options, hosts, run_name)
+def _stand_back(options: FleetOptions, hosts: list[HostConfig], run: Run, error: DrivenError) -> ExitCode:
+    """Another controller drives the run with the same data: watch, unless only the beginning was wanted."""
+    err.print(f"{error.what}, {error.why}: {'nothing to begin' if run.detach else 'only watching'}", markup=False)
+    err.print(f"next: {error.next_step}", markup=False)
+    return ExitCode.OK if run.detach else watch(options, hosts, run.name)
 
 
 def _after_interrupt(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:

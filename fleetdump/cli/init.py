@@ -14,7 +14,14 @@ from fleetdump.views.console import err
 
 @click.command(short_help="Write a commented inventory from host names.")
 @click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("inventory.yaml"), show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("inventory.yaml"),
+    show_default=True,
+    help="The file to write.",
+)
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def init(hosts: tuple[str, ...], output: Path, force: bool) -> None:
     """Write a commented inventory for HOST... (names, addresses, user@host:port).

@@ -18,7 +18,9 @@ from fleetdump.views.interrupts import show_nothing_cut
 
 @click.command(short_help="Last lines of a server's log; -f follows.")
 @click.option("--server", type=ServerName(), default="", help="Server name; may be left out where the host has one.")
-@click.option("-n", "--lines", type=click.IntRange(0, 100_000), default=50, show_default=True)
+@click.option(
+    "-n", "--lines", type=click.IntRange(0, 100_000), default=50, show_default=True, help="So many of the last lines."
+)
 @click.option("-f", "--follow", is_flag=True, help="Go on with new lines until Ctrl-C.")
 @click.option("--rank", type=click.IntRange(0), default=None, help="Only lines of this tensor-parallel rank.")
 @click.option("--phase", type=click.Choice(PHASES), default=None, help="Only lines logged in this phase of the start.")

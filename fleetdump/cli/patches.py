@@ -81,7 +81,13 @@ def show(patch: str, as_json: bool) -> None:
 @click.option(
     "--model", default="", help="With --python: the model's directory; else the files of every model are shown."
 )
-@click.option("--delivery", type=click.Choice(get_args(Delivery)), default="in-place", show_default=True)
+@click.option(
+    "--delivery",
+    type=click.Choice(get_args(Delivery)),
+    default="in-place",
+    show_default=True,
+    help="How it would come to the server: by files that are changed, or by an import hook that changes none.",
+)
 @click.option("--force", is_flag=True, help="As if files that somebody else edited were taken as they are.")
 @fleet_options
 def test(options: FleetOptions, patch: str, python: str, model: str, delivery: Delivery, force: bool) -> None:

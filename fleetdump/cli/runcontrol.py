@@ -12,15 +12,18 @@ from fleetdump.agent.runmessages import CANCEL, DRAIN, FINISHED, RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb, fleet_options, lock_wait_option
 from fleetdump.cli._interrupt import interruptible
 from fleetdump.cli._preflight import ask
-from fleetdump.errors import ExitCode, UsageError
+from fleetdump.errors import ExitCode, FleetdumpError, UnreachableError, UsageError, worst
 from fleetdump.fleet import Host, Outcome, fan_out
+from fleetdump.hostpatterns import compress
 from fleetdump.inventory import HostConfig
+from fleetdump.suggest import did_you_mean
 from fleetdump.tasks.control import DEADLINE, order
 from fleetdump.tasks.control import attach as attach_to
+from fleetdump.tasks.copies import Copies
 from fleetdump.tasks.extract import FOLLOW_SECONDS, require_run_name
-from fleetdump.tasks.survey import shares_on
-from fleetdump.views.console import count, err, out
-from fleetdump.views.run import RunView
+from fleetdump.tasks.survey import runs_on, shares_on
+from fleetdump.views.console import count, err, out, print_error
+from fleetdump.views.run import RunTotals, RunView, Whole
 
 run_option = click.option("--run", "run_name", required=True, metavar="NAME", help="Which run; `status` names them.")
 
@@ -81,6 +84,7 @@ def drain(options: FleetOptions, run_name: str) -> None:
     if _all_are_meant(options):
         raise nobody_stays
     leaving = options.select(read_only=False)
+    require_run(options, replace(options, host=(), exclude=()).select(read_only=True), run_name)
     if not _others_remain(options, leaving, run_name):
         raise nobody_stays
     sys.exit(give_order(options, leaving, run_name, DRAIN, whole_run=False))
@@ -115,9 +119,33 @@ def cancel(options: FleetOptions, run_name: str, yes: bool) -> None:
       fleetdump cancel --run conversations
     """
     require_run_name(run_name)
+    hosts = options.select(read_only=False)
     if not yes:
+        require_run(options, hosts, run_name)
         click.confirm(f"Give up what is not done of run {run_name}? It cannot be resumed", abort=True, err=True)
-    sys.exit(give_order(options, options.select(read_only=False), run_name, "cancel", _all_are_meant(options)))
+    sys.exit(give_order(options, hosts, run_name, "cancel", _all_are_meant(options)))
+
+
+def require_run(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> None:
+    """Raise ``UsageError`` when no host has the run, ``UnreachableError`` when none of those that answer has it; both
+    say which runs there are."""
+    answers = ask(options, hosts, runs_on, DEADLINE)
+    known = {run for runs, _ in answers.values() for run in runs or []}
+    if run_name in known:
+        return
+    silent = [name for name, (runs, _) in answers.items() if runs is None]
+    there_are = f"the runs there: {', '.join(sorted(known))}" if known else "there is no run at all"
+    near = did_you_mean(run_name, known)
+    step = "correct --run; fleetdump status shows what each host has"
+    if not silent:
+        raise UsageError(f"no host has run {run_name}{near}", why=there_are, next_step=step)
+    where = ", ".join(compress(sorted(silent)))
+    raise UnreachableError(
+        f"no host that answers has run {run_name}{near}",
+        where,
+        f"{count(len(silent), 'host')} gave no answer; of the others: {there_are}",
+        f"{step}; or, when the run is on {where}, give the command again when that answers",
+    )
 
 
 def _all_are_meant(options: FleetOptions) -> bool:
@@ -137,8 +165,23 @@ def _others_remain(options: FleetOptions, leaving: list[HostConfig], run_name: s
 def watch(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:
     """Show the run as it goes until all of these hosts are done with it, or nobody works on it any more."""
     verb = Verb("attach", show_shares, code=_watched, deadline=FOLLOW_SECONDS + 900)
-    with interruptible(goes_on(run_name)), RunView(options.as_json) as view:
-        code, _ = _on_all(options, hosts, run_name, verb, lambda host: attach_to(host, run_name, view.update))
+    copies = Copies(run_name)
+
+    def once_each(totals: RunTotals) -> RunTotals:
+        whole = Whole(copies.run_samples, lambda: copies.count)
+        return whole.corrected(totals) if copies.there_are else totals
+
+    with interruptible(goes_on(run_name)), RunView(options.as_json, corrected=once_each) as view, copies.counted():
+
+        def on_progress(host: str, share: RunProgress) -> None:
+            copies.note(host, share)
+            view.update(host, share)
+
+        def follow(host: Host) -> list[RunProgress]:
+            copies.meet(host)
+            return attach_to(host, run_name, on_progress)
+
+        code, _ = _on_all(options, hosts, run_name, verb, follow)
     return code
 
 
@@ -195,10 +238,12 @@ def _on_all(
     )
     code = report.close()
     shares = [share for outcome in outcomes.values() for share in outcome.value or []]
-    if code == ExitCode.OK and not shares:
-        raise UsageError(
-            f"no host has run {run_name}", next_step="fleetdump status shows the runs of each host; correct --run"
-        )
+    if not shares:
+        try:
+            require_run(options, hosts, run_name)
+        except FleetdumpError as error:
+            print_error(error)
+            code = worst([code, error.exit_code])
     return code, shares
 
 

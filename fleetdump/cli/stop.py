@@ -27,6 +27,8 @@ def _show(host: str, result: StopResult) -> None:
         out.print(f"  not freed: {held}", markup=False)
     for extraction in result.waiting:
         out.print(f"  extraction {extraction} waits, and goes on after the next deploy", markup=False)
+    for extraction in result.left:
+        out.print(f"  extraction {extraction} had left this host: its driver was ended", markup=False)
 
 
 @click.command(short_help="Stop our servers.")

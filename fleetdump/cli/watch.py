@@ -35,9 +35,10 @@ def watch(options: FleetOptions, servers: tuple[str, ...], interval: float, seco
     """Follow the servers of the chosen hosts: one line each, kept up to date; faults with their cause as they come.
 
     Changes nothing on the hosts, and costs each of them one call for as long as you look. A host whose link is cut is
-    tried again until it is back; the others go on. Leave with Ctrl-C. Without a terminal a line is printed on each
-    change, with --json an object. When it ends by itself the exit code says how things stood: 0 all well, 4 a stall,
-    1 another fault, 3 a host that did not come back.
+    tried again until it is back; the others go on. Leave with Ctrl-C. Without a terminal a line goes to stdout on each
+    change, with --json an object. How long a server may get nowhere before that is called a stall is the inventory's
+    `patience`, by phase (docs/watch.md); `extract --patience` is another one. When it ends by itself the exit code says
+    how things stood: 0 all well, 4 a stall, 1 another fault, 3 a host that did not come back.
 
     \b
     Examples:

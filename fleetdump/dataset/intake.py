@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fleetdump.agent.formats import Row, row_line
 from fleetdump.agent.protocol import to_json
+from fleetdump.agent.steermessages import DataMark
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.dataset.rows.size import estimate_tokens
 from fleetdump.errors import UsageError
@@ -69,7 +70,9 @@ class Rows(Mapping[str, Taken]):
 class DataSet:
     """The rows of a data set in order, by id, and the broken ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        """Of its file, for words."""
         self.rows = Rows()
         self.broken: list[BrokenRow] = []
         self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the data set)
@@ -81,6 +84,11 @@ class DataSet:
         digest = hashlib.sha256(data).hexdigest()[:16]
         self.rows.append(row.id, Taken(line, _form(row), estimate_tokens(row), digest, self._size))
         self._size += self._spool.write(data)
+
+    @property
+    def mark(self) -> DataMark:
+        """By which it is told from other data."""
+        return mark_of(self.name, ((row_id, row.digest) for row_id, row in self.rows.items()))
 
     def lines(self, ids: Sequence[str]) -> Lines:
         """The lines of these rows for the hosts (``formats.row_line``)."""
@@ -116,9 +124,19 @@ class Lines(Collection[str]):
         return digest.hexdigest()
 
 
-def take_in(rows: Iterable[tuple[int, Row | BrokenRow]], max_rejects: int = MAX_REJECTS) -> DataSet:
-    """All rows. Raises ``UsageError`` as soon as more than ``max_rejects`` are broken, and when none is usable."""
-    data = DataSet()
+def mark_of(name: str, rows: Iterable[tuple[str, str]]) -> DataMark:
+    """The mark of (id, digest) of rows in order, from a file of that name."""
+    digest, samples = hashlib.sha256(), 0
+    for row_id, content in rows:
+        samples += 1
+        digest.update(f"{row_id}\0{content}\n".encode("utf-8", "surrogatepass"))
+    return DataMark(name, samples, digest.hexdigest())
+
+
+def take_in(rows: Iterable[tuple[int, Row | BrokenRow]], max_rejects: int = MAX_REJECTS, name: str = "") -> DataSet:
+    """All rows, of a file of that name. Raises ``UsageError`` as soon as more than ``max_rejects`` are broken, and when
+    none is usable."""
+    data = DataSet(name)
     for line, row in rows:
         if isinstance(row, Row):
             data.add(line, row)

@@ -52,6 +52,7 @@ class Host(invoke.Context):  # type: ignore[misc]
             _host=config,
             _options=options,
             _lease="",
+            _controller="",
             _closed=False,
             _slots=threading.BoundedSemaphore(CALLS_AT_ONCE),
             _agent=Agent(
@@ -116,6 +117,7 @@ class Host(invoke.Context):  # type: ignore[misc]
             body_lines=len(body or ()),
             lock_wait=self._options.lock_wait,
             lease=self._lease,
+            controller=self._controller,
         )
         with self._slots:
             data = call(self._agent, request, body or (), Handlers(self._events(on_event), blob))
@@ -129,6 +131,15 @@ class Host(invoke.Context):  # type: ignore[misc]
             yield
         finally:
             self._set(_lease="")
+
+    @contextlib.contextmanager
+    def steered_by(self, controller: str) -> Iterator[None]:
+        """Calls inside are those of a run's controller (``tasks.steering``)."""
+        self._set(_controller=controller)
+        try:
+            yield
+        finally:
+            self._set(_controller="")
 
     def _events(self, on_event: OnEvent | None) -> OnEvent:
         def handle(event: dict[str, Any]) -> None:

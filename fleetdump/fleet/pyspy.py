@@ -14,6 +14,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleetdump.agent.jsonl import replacing
+
 REQUIREMENT = "py-spy>=0.4.1,<0.5"
 """As pyproject.toml's extra ``stacks`` has it."""
 PIP_SECONDS = 60.0
@@ -111,8 +113,7 @@ def from_wheel(wheel: Path) -> bytes:
 def _keep(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_bytes(data)
-        part.replace(path)
+        with replacing(path, mode=0o666) as file:
+            file.write(data)
     except OSError:
         return  # it is fetched again next time

@@ -18,12 +18,13 @@ from pathlib import Path
 import fleetdump
 from fleetdump.agent.hostmessages import ControllerArgs, ControllerResult, StatusArgs, StatusResult
 from fleetdump.dataset.intake import DataSet
-from fleetdump.errors import HostError, LockedError, UsageError
+from fleetdump.errors import DrivenError, HostError, UsageError
 from fleetdump.fleet import Host
 from fleetdump.inventory import HostConfig
 from fleetdump.inventory.dump import dump
 from fleetdump.tasks._task import task
-from fleetdump.tasks.extract import ExtractSettings
+from fleetdump.tasks.extract import FIXED, ExtractSettings
+from fleetdump.tasks.steering import Controller, require_same_data
 
 DEADLINE = 300.0
 DATA_DEADLINE = 3600.0
@@ -36,12 +37,14 @@ INVENTORY, DATA, LEDGER, RUNS = "inventory.yaml", "data.jsonl", "ledger.sqlite",
 
 @dataclass(frozen=True)
 class Seat:
-    """Where the controller of ``run`` is to be: ``host`` with an interpreter, and the fleet as seen from there."""
+    """Where the controller of ``run`` is to be: ``host`` with an interpreter, and the fleet as seen from there.
+    ``replaces``: it takes the place of one that lives there, which does not know all of the fleet."""
 
     run: str
     host: HostConfig
     python: str
     fleet: Sequence[HostConfig]
+    replaces: bool = False
 
     @property
     def inventory(self) -> str:
@@ -73,7 +76,7 @@ def try_out(host: Host, seat: Seat) -> None:
     ``HostError`` naming the hosts that cannot be reached from there, with each one's reason."""
     argv = ["status", "--json", "--inventory", INVENTORY]
     files = Files({INVENTORY: seat.inventory.encode(), **code_files()})
-    answer = _call(host, ControllerArgs(seat.run, seat.python, argv), files, DEADLINE)
+    answer = _call(host, ControllerArgs(seat.run, seat.python, argv, replace=seat.replaces), files, DEADLINE)
     records = _records(answer.out)
     missing = [record for record in records.values() if record["status"] != "ok"]
     silent = sorted({config.name for config in seat.fleet} - set(records))
@@ -97,7 +100,8 @@ def try_out(host: Host, seat: Seat) -> None:
 def seat_controller(host: Host, seat: Seat, files: Files, argv: Sequence[str]) -> ControllerResult:
     """Bring the rest and start the controller, detached. Raises what ``Host.call`` raises, and ``HostError`` when it
     ends at once."""
-    args = ControllerArgs(seat.run, seat.python, [*argv, "--inventory", INVENTORY], detach=True)
+    argv = [*argv, "--inventory", INVENTORY]
+    args = ControllerArgs(seat.run, seat.python, argv, detach=True, replace=seat.replaces)
     result = _call(host, args, files, DATA_DEADLINE)
     if not result.pid or not _lives(host, seat.run):
         raise HostError(
@@ -118,25 +122,45 @@ def _lives(host: Host, run: str) -> bool:
 def arguments(run: str, settings: ExtractSettings, more: Sequence[str]) -> list[str]:
     """The command line of the controller: that of this one, in the words that are fixed by now."""
     argv = ["extract", "--data", DATA, "--run", run, "--runs-dir", RUNS]
-    argv += ["--token-budget", str(settings.token_budget), "--max-attempts", str(settings.max_attempts)]
-    argv += ["--max-tokens", str(settings.max_tokens)] if settings.max_tokens is not None else []
-    argv += ["--too-long", settings.too_long] if settings.too_long else []
+    usual = vars(ExtractSettings())
+    for name, value in vars(settings).items():
+        if name in FIXED and value != usual[name]:  # what a run there was begun with stands in its ledger
+            argv += [f"--{name.replace('_', '-')}", str(value)]
     argv += ["--allow-failed-selfcheck"] if settings.allow_failed_selfcheck else []
     # The call that starts it has that host's lock until the controller has said its first word.
     return [*argv, "--lock-wait", str(LOCK_WAIT), *more]
 
 
-def require_alone(host: Host, run: str, status: StatusResult) -> None:
-    """Raise ``LockedError`` when a controller of ``run`` lives on the host and is another process than this one."""
+def require_alone(host: Host, run: str, status: StatusResult, me: Controller | None = None, replaced: str = "") -> None:
+    """Raise ``DrivenError`` when another controller than ``me`` drives ``run``, as the host knows: one that lives on
+    it, or one that has its place there from elsewhere; ``UsageError`` when that one drives it with other data. The
+    controller ``replaced`` (``controller_there``) is no hindrance."""
+    name = host.config.name
+    driven_by = [one for one in status.steering if one.run == run and (me is None or one.controller != me.id)]
+    if me is not None:
+        for by in driven_by:
+            require_same_data(run, me.data, by.data, name)
+    driven_by = [one for one in driven_by if not replaced or one.controller != replaced]
+    may_live = {one.pid for one in status.steering if replaced and one.controller == replaced}
     for one in status.controllers:
-        if one.run == run and one.alive and not _is_this(host, one.pid):
-            raise LockedError(
+        if one.run == run and one.alive and not _is_this(host, one.pid) and one.pid not in may_live:
+            raise DrivenError(
                 f"run {run} is being driven already",
                 host.config.name,
                 f"by a controller on {host.config.name} (pid {one.pid}), for {one.operator}",
                 f"it ends with the run; pause, cancel and drain are given as ever; to have another one, end it there "
                 f"(kill {one.pid}) and give the command again",
             )
+    for by in driven_by:
+        raise DrivenError(f"run {run} is being driven already", name, by.in_words, by.next_step(name))
+
+
+def controller_there(run: str, status: StatusResult) -> str:
+    """Which controller of the run lives on the host, as all hosts know it (``Controller.id``); empty when none does, or
+    it has not come to its hosts yet."""
+    living = {one.pid for one in status.controllers if one.run == run and one.alive}
+    found = (one.controller for one in status.steering if one.run == run and one.pid in living)
+    return next(found, "")
 
 
 def _is_this(host: Host, pid: int) -> bool:
@@ -174,9 +198,9 @@ class Files(Collection[str]):
 
 
 def run_files(run: str, data: DataSet, ledger: Path) -> Files:
-    """Rows and ledger of a run. The rows go as ``extract`` has read them: one form whatever the data was, and no
-    library for it is needed there."""
-    whole = {f"{RUNS}/{run}/{LEDGER}": ledger.read_bytes()}
+    """Rows and ledger of a run, which may lie elsewhere. The rows go as ``extract`` has read them: one form whatever
+    the data was, and no library for it is needed there."""
+    whole = {f"{RUNS}/{run}/{LEDGER}": ledger.read_bytes()} if ledger.exists() else {}
     return Files(whole, {DATA: data.lines(list(data.rows))})
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import heapq
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fleetdump.agent.formats import SELFCHECK_PREFIX, is_run_name, is_share, server_of
 from fleetdump.agent.hostmessages import ProbeArgs, ProbeResult, StatusArgs, StatusResult
 from fleetdump.agent.protocol import from_json
-from fleetdump.agent.runmessages import FollowArgs, FollowResult, RunProgress, SubmitArgs
-from fleetdump.dataset.intake import DataSet, Lines
+from fleetdump.agent.runmessages import TOO_LONG, FollowArgs, FollowResult, RunProgress, SubmitArgs
+from fleetdump.dataset.intake import DataSet, Lines, mark_of
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.errors import HostError, UsageError
 from fleetdump.fleet import Host
@@ -69,6 +70,47 @@ class ExtractSettings:
     max_attempts: int = 3
     allow_failed_selfcheck: bool = False
 
+    def note(self, ledger: Ledger) -> None:
+        """Have a run that begins keep them (but the consent, which is given anew each time)."""
+        kept = {name: value for name, value in vars(self).items() if name in FIXED and value not in (None, "")}
+        ledger.note("settings", json.dumps(kept))
+
+
+FIXED = ("max_tokens", "too_long", "token_budget", "max_attempts")
+"""Settings that a run keeps from its beginning to its end."""
+
+
+def settle(ledger_file: Path, run: str, told: Mapping[str, int | str]) -> ExtractSettings:
+    """The settings of a run: what it was begun with, or else what the command line has ``told``. Raises ``UsageError``
+    when it tells something else to a run that has begun: that would be ignored by the shares that are handed out."""
+    begun = _begun_with(ledger_file)
+    for name, value in told.items():
+        if begun and begun.get(name, _DEFAULTS[name]) != value:
+            flag, before = f"--{name.replace('_', '-')}", begun.get(name, _DEFAULTS[name])
+            was = f"{flag} {before}" if before else f"no {flag}"
+            raise UsageError(
+                f"run {run} was begun with {was}, not {value}",
+                why="its samples are handed out already",
+                next_step=f"leave {flag} away to go on with it; for other samples use another --run name",
+            )
+    return replace(ExtractSettings(), **{**told, **begun})  # type: ignore[arg-type]
+
+
+_DEFAULTS: Mapping[str, int | str] = {
+    "max_tokens": 0,
+    "too_long": TOO_LONG[0],
+    "token_budget": 32768,
+    "max_attempts": 3,
+}
+
+
+def _begun_with(ledger_file: Path) -> dict[str, int | str]:
+    """Empty when it has not begun, and when the ledger was rebuilt: then the hosts compare."""
+    if not is_begun(ledger_file):
+        return {}
+    with Ledger(ledger_file) as ledger:
+        return dict(json.loads(ledger.noted("settings") or "{}"))
+
 
 def require_run_name(run: str) -> None:
     """Raise ``UsageError`` for what no run may be called."""
@@ -88,7 +130,7 @@ def open_run(ledger: Ledger, run: str, data: DataSet, targets: Sequence[Target])
         return _resume(ledger, run, data)
     foreign = sorted(ledger.ids() - set(data.rows))
     if foreign:
-        raise _other_data(run, [("missing", foreign)])
+        raise _other_data(ledger, run, data, [("missing", foreign)])
     assigned = balance({row_id: row.tokens for row_id, row in data.rows.items()}, targets)
     ids: dict[Target, list[str]] = {}
     for row_id in data.rows:
@@ -101,7 +143,15 @@ def open_run(ledger: Ledger, run: str, data: DataSet, targets: Sequence[Target])
     )
     shares = [(*target, share.sha256) for target, share in plan.shares.items()]
     ledger.plan(planned, shares, [(row.line, f"{row.reason}: {row.detail}") for row in data.broken])
+    ledger.note("data", data.name)
     return plan
+
+
+def require_begun_with(ledger_file: Path, run: str, data: DataSet) -> None:
+    """Raise ``UsageError`` when the run of this ledger was begun with other data (the difference is named)."""
+    if is_begun(ledger_file):
+        with Ledger(ledger_file) as ledger:
+            _resume(ledger, run, data)
 
 
 def _require_same_shares(ledger: Ledger, plan: RunPlan) -> None:
@@ -183,6 +233,7 @@ def submit(host: Host, plan: RunPlan, settings: ExtractSettings, ledger: Ledger)
             engine=facts.engine,
             patch_sha256=_patch_of(facts, server_of(server)),
             model_sha256=facts.model.sha256 if facts.model else "",
+            run_samples=ledger.samples,
         )
         states.append(
             host.call(args, RunProgress, verb="submit", body=[] if is_there else share.lines, deadline=SUBMIT_DEADLINE)
@@ -277,25 +328,45 @@ def _difference(ledger: Ledger, run: str, data: DataSet) -> UsageError:
     changed = [row_id for row_id, row in data.rows.items() if row.digest != before.get(row_id, row.digest)]
     added = [row_id for row_id in data.rows if row_id not in before]
     gone = [row_id for row_id in before if row_id not in data.rows]
-    return _other_data(run, [("changed", changed), ("new", added), ("missing", gone)])
+    return _other_data(ledger, run, data, [("changed", changed), ("new", added), ("missing", gone)])
 
 
-def _other_data(run: str, kinds: Sequence[tuple[str, list[str]]]) -> UsageError:
+def _other_data(ledger: Ledger, run: str, data: DataSet, kinds: Sequence[tuple[str, list[str]]]) -> UsageError:
     named = [f"{len(ids)} {kind} (first: {ids[0]!r})" for kind, ids in kinds if ids] or ["in another order"]
+    why = f"rows: {', '.join(named)}"
+    if ledger.is_planned:  # else it knows what the hosts have, and not what there was
+        before = mark_of(ledger.noted("data") or "other data", ((one.id, one.digest) for one in ledger.assignments()))
+        why += f"; begun with {before.in_words}, given {data.mark.in_words}"
     return UsageError(
         f"the data is not what run {run} was begun with",
-        why=f"rows: {', '.join(named)}",
+        why=why,
         next_step="give the same file, or another --run name for other data",
     )
 
 
 def _facts(host: Host) -> ProbeResult:
     probe = host.call(ProbeArgs(servers=list(host.config.servers)), ProbeResult, verb="probe", deadline=PROBE_DEADLINE)
-    if not probe.engine or probe.model is None:
-        raise HostError(
-            "engine or model cannot be read",
-            host.config.name,
-            "samples must say what they were computed with",
-            "fleetdump check names what is wrong",
-        )
+    require_engine(probe, host.config.name)
     return probe
+
+
+def require_engine(probe: ProbeResult, host: str) -> None:
+    """Raise ``HostError`` with the cause and the next step when the host cannot say what its engine or its model is:
+    samples must say what they were computed with."""
+    missing = "" if probe.engine else "engine"
+    if not missing and probe.model is None:
+        missing = "model"
+    if not missing:
+        return
+    found = [one for one in probe.findings if one.key == missing and one.level != "ok"]
+    fix = "; ".join(dict.fromkeys(one.fix for one in found if one.fix))
+    then = (
+        f"fleetdump check --host {host} shows whether all is well, and fleetdump deploy --host {host} launches servers"
+    )
+    raise HostError(
+        f"this host has no {missing} to compute with",
+        host,
+        "; ".join(one.text for one in found) or f"it did not say what its {missing} is",
+        f"{fix}; then {then}" if fix else then,
+        code="not_found",
+    )

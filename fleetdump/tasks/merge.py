@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fleetdump.agent.jsonl import fsync_directory
+from fleetdump.agent.jsonl import replacing
 from fleetdump.dataset.lines import LineFault, load_line
 from fleetdump.errors import FleetdumpError
 from fleetdump.ledger import Delivered, Ledger
@@ -55,11 +54,10 @@ def merge(ledger: Ledger, options: PullOptions, runs_dir: Path) -> CollectReport
     there and what is not."""
     target = (options.to or runs_dir) / options.run / "manifest.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name("manifest.jsonl.tmp")
     settings: dict[str, dict[str, set[str]]] = {key: {} for key in SETTINGS}
     tokens = 0
     damaged: list[str] = []
-    with open(temporary, "w", encoding="utf-8") as out:
+    with replacing(target, mode=0o666, temporary=target.with_name("manifest.jsonl.tmp")) as out:
         for sample in ledger.delivered():
             try:
                 line, values = _merged(sample, with_path=options.to is not None)
@@ -69,11 +67,7 @@ def merge(ledger: Ledger, options: PullOptions, runs_dir: Path) -> CollectReport
             tokens += line["tokens"]
             for key, value in values.items():
                 settings[key].setdefault(value, set()).add(f"{sample.host}/{sample.server}")
-            out.write(json.dumps(line, separators=(",", ":")) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, target)
-    fsync_directory(target.parent)
+            out.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
     totals = ledger.totals()
     return CollectReport(
         run=options.run,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
+from fleetdump.agent.jsonl import replacing
 from fleetdump.ledger import Ledger
 
 NAME = "missing.jsonl"
@@ -18,11 +18,9 @@ def write_missing(ledger: Ledger, folder: Path, *, with_files: bool) -> dict[str
     """Write what the ledger knows of, in the data set's order; the file is replaced at once. ``with_files``: samples
     whose files do not lie here are missing too. Returns how many of those each host has."""
     samples = [*ledger.missing(), *(ledger.not_here() if with_files else ())]
-    temporary = folder / f"{NAME}.{os.getpid()}.tmp"
-    with temporary.open("w", encoding="utf-8") as out:
+    with replacing(folder / NAME, mode=0o666) as out:
         for sample in sorted(samples, key=lambda sample: sample.line):
             state = NOT_HERE if sample.is_done else NOT_DONE
             record = {"v": 1, "line": sample.line, "id": sample.id, "state": state, "host": sample.host}
-            out.write(json.dumps(record) + "\n")
-    temporary.replace(folder / NAME)
+            out.write(json.dumps(record).encode() + b"\n")
     return dict(Counter(sample.host for sample in samples if sample.is_done))

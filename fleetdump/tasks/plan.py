@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from fleetdump.agent.hostmessages import ProbeResult
 from fleetdump.agent.runmessages import TOO_LONG, BurstArgs, BurstResult, PreviewArgs, PreviewResult
 from fleetdump.dataset.intake import DataSet, Taken
-from fleetdump.errors import HostError, UsageError
+from fleetdump.errors import UsageError
 from fleetdump.fleet import Host
+from fleetdump.hostpatterns import compress
 from fleetdump.inventory import HostConfig, resolve_secrets
 from fleetdump.tasks._task import task
 from fleetdump.tasks.check import CheckPlan, check
-from fleetdump.tasks.extract import Target, balance
+from fleetdump.tasks.extract import Target, balance, require_engine
 
 PREVIEW_DEADLINE = 300.0
 SAMPLE_ROWS = 200
@@ -116,13 +117,7 @@ class Estimate:
 def look(host: Host) -> ProbeResult:
     """What the host has and runs. Raises what ``Host.call`` raises, and ``HostError`` when its model cannot be read."""
     probe = check(host, CheckPlan())
-    if probe.model is None or not probe.engine:
-        raise HostError(
-            "engine or model cannot be read",
-            host.config.name,
-            "what a token takes depends on it",
-            "fleetdump check names what is wrong",
-        )
+    require_engine(probe, host.config.name)
     return probe
 
 
@@ -265,12 +260,13 @@ def require_deployed(hosts: Mapping[str, tuple[HostConfig, ProbeResult]]) -> Non
         (name, state.name) for name, (_, probe) in hosts.items() for state in probe.servers if state.state != "absent"
     }
     missing = [f"{name}/{server}" for name, server in servers if (name, server) not in launched]
+    hosts_of = ",".join(compress(sorted({one.partition("/")[0] for one in missing})))
     if missing:
         raise UsageError(
             f"{len(missing)} of {len(servers)} servers were never launched",
             ", ".join(missing[:NAMED]) + (" …" if len(missing) > NAMED else ""),
             "samples are computed by servers that fleetdump has launched with the patch",
-            "fleetdump deploy --patch hidden-states; or leave those hosts out with --exclude",
+            f"fleetdump deploy --host {hosts_of}; or leave them out: --exclude {hosts_of}",
         )
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from fleetdump.agent.formats import server_of
 from fleetdump.agent.hostmessages import StatusArgs, StatusResult
 from fleetdump.agent.runmessages import CANCEL, DRAIN, FINISHED, RunProgress, WithdrawArgs, WithdrawResult
-from fleetdump.errors import HostError, UnreachableError
+from fleetdump.errors import HostError, LockedError, UnreachableError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger
 from fleetdump.tasks._task import task
@@ -303,7 +303,7 @@ class Balancer:
 
     def _release(self, known: Known) -> None:
         """Take from a leaving host what it has not in flight; it is the next one's that asks."""
-        with suppress(HostError, UnreachableError), self._lock:  # its own thread says what is wrong there
+        with suppress(HostError, LockedError, UnreachableError), self._lock:  # its own thread says what is wrong there
             given = self._withdraw(known.host, known.progress.server, ALL_TOKENS)
             ids = self.ledger.still_home(given, *known.target)
             if ids:
@@ -352,7 +352,7 @@ class Balancer:
             return None
         try:
             given = self._withdraw(known.host, known.progress.server, tokens)
-        except (HostError, UnreachableError):
+        except (HostError, LockedError, UnreachableError):
             return None  # its own thread says what is wrong there
         ids = self.ledger.still_home(given, *known.target)
         if ids:

@@ -9,19 +9,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetdump.errors import LockedError, of_local_file
+from fleetdump.errors import DrivenError, LockedError, of_local_file
 
 
 @dataclass(frozen=True)
 class Role:
-    """A thing that one process at a time does: ``file`` is its lock in the run's folder, ``doing`` in words."""
+    """A thing that one process at a time does: ``file`` is its lock in the run's folder, ``doing`` in words,
+    ``refusal`` what a second process raises."""
 
     file: str
     doing: str
+    refusal: type[LockedError] = LockedError
 
 
 COLLECTOR = Role("lock", "collected")
-CONTROLLER = Role("controller.lock", "driven")
+CONTROLLER = Role("controller.lock", "driven", DrivenError)
 
 
 @contextmanager
@@ -38,7 +40,7 @@ def sole(run_dir: Path, role: Role) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = lock.read(20).strip() or "unknown"
-            raise LockedError(
+            raise role.refusal(
                 f"run {run_dir.name} is being {role.doing} already",
                 str(run_dir),
                 f"by process {holder} of this machine",

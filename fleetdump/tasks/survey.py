@@ -12,6 +12,7 @@ from fleetdump.errors import UsageError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger
 from fleetdump.tasks.controller import require_alone
+from fleetdump.tasks.steering import Controller
 
 
 def shares_on(host: Host, run: str) -> list[RunProgress]:
@@ -19,12 +20,16 @@ def shares_on(host: Host, run: str) -> list[RunProgress]:
     return [share for share in host.call(StatusArgs(), StatusResult, verb="status").shares if share.run == run]
 
 
-def survey(host: Host, run: str, ledger: Ledger) -> list[RunProgress]:
+def runs_on(host: Host) -> list[str]:
+    """The runs that the host has a share of, by name."""
+    return sorted({share.run for share in host.call(StatusArgs(), StatusResult, verb="status").shares})
+
+
+def survey(host: Host, run: str, ledger: Ledger, me: Controller | None = None) -> list[RunProgress]:
     """Its shares as in ``shares_on``; and what the host took over at the word of another controller becomes its own in
-    our ledger too, so that it is not given to somebody else once more. Raises ``LockedError`` when the run is driven
-    from that host."""
+    our ledger too, so that it is not given to somebody else once more. Raises what ``require_alone`` does."""
     status = host.call(StatusArgs(), StatusResult, verb="status")
-    require_alone(host, run, status)
+    require_alone(host, run, status, me)
     shares = [share for share in status.shares if share.run == run]
     name = host.config.name
     for share in shares:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from fleetdump.agent.hostmessages import AuditResult
+from fleetdump.agent.formats import server_of
+from fleetdump.agent.hostmessages import AuditEntry, AuditResult
 from fleetdump.agent.runmessages import VerifyResult
 from fleetdump.diagnosis import Verdict
 from fleetdump.hostpatterns import compress
@@ -56,10 +57,24 @@ def show_audit(host: str, audit: AuditResult) -> None:
     for entry in audit.entries:
         began = datetime.fromtimestamp(entry.t).astimezone().isoformat(" ", "seconds")
         outcome = f"{'[green]ok' if entry.ok else '[red]failed'}[/] in {duration(entry.seconds)}"
-        on_what = entry.args.get("server") or entry.args.get("run") or ""
-        name = on_what.get("name", "") if isinstance(on_what, dict) else str(on_what)
-        what = f"{entry.operator or '?'}  {entry.verb} {name}".rstrip()
+        what = f"{entry.operator or '?'}  {change_in_words(entry)}"
         out.print(f"  {began}  {quoted(what)}  {outcome}")
+
+
+def change_in_words(entry: AuditEntry) -> str:
+    """What was done to what: a run's orders and moves by their own names."""
+    args = entry.args
+    run, share = str(args.get("run") or ""), args.get("share") or args.get("server") or ""
+    if entry.verb == "order":
+        alone = "" if args.get("whole_run", True) else ", some hosts alone"
+        return f"{args.get('order') or 'order'} run {run}{alone}"
+    if entry.verb == "withdraw":
+        return f"move samples away from {share} of run {run}"
+    if entry.verb == "submit":
+        how = "submit" if server_of(str(share)) == share else "hand over samples to"
+        return f"{how} {share} of run {run}"
+    on_what = share or run
+    return f"{entry.verb} {on_what.get('name', '') if isinstance(on_what, dict) else on_what}".rstrip()
 
 
 # --------------------------------------------------------------------------- verify

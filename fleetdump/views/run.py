@@ -22,6 +22,13 @@ TOLD_SECONDS = 5.0
 """How often a line is printed where the output is no terminal, and an event of a share whose figures alone change."""
 QUIET_SECONDS = 30.0
 """Without a sample for so long the view says so, and what to do."""
+PHASES = {
+    "tokenising": "is still tokenising",
+    "closing": "closes its shards",
+    "paused": "is paused",
+    "stopped": "has no driver",
+}
+"""What a share is at in each state in which it sends nothing."""
 SPARE_LINES = 4
 """Of a screen: the totals, what is cut off, and the prompt."""
 
@@ -110,21 +117,27 @@ class Whole:
     copies: Callable[[], int]
 
     def corrected(self, totals: RunTotals) -> RunTotals:
-        """``totals`` with each sample counted once."""
+        """``totals`` of all its shares with each sample counted once."""
         done = max(0, min(totals.done - self.copies(), self.samples - totals.rejected))
         waiting = max(0, self.samples - done - totals.rejected - totals.in_flight)
         return replace(totals, samples=self.samples, done=done, waiting=waiting)
 
 
 class RunView:
-    """Shows ``update``s from any thread; a context manager. ``moves`` as for ``totals_of``; with ``whole`` no sample
-    counts twice. ``as_json`` prints objects
-    on stdout instead: ``progress`` of a share when its state changes, and every ``TOLD_SECONDS`` while its figures do;
-    ``totals`` of the run as often, and at the end."""
+    """Shows ``update``s from any thread; a context manager. ``moves`` as for ``totals_of``; ``corrected`` is what is
+    made of the sum of shares, so that no sample counts twice. ``as_json`` prints objects on stdout instead:
+    ``progress`` of a share when its state changes, and every ``TOLD_SECONDS`` while its figures do; ``totals`` of the
+    run as often, and at the end."""
 
-    def __init__(self, as_json: bool = False, *, moves: bool = False, whole: Whole | None = None) -> None:
+    def __init__(
+        self,
+        as_json: bool = False,
+        *,
+        moves: bool = False,
+        corrected: Callable[[RunTotals], RunTotals] = lambda totals: totals,
+    ) -> None:
         self._as_json = as_json
-        self._whole = whole
+        self._corrected = corrected
         self._moves = moves
         self._shares: dict[tuple[str, str], RunProgress] = {}
         self._told: dict[tuple[str, str], float] = {}
@@ -154,7 +167,7 @@ class RunView:
             self._shares[host, share.server] = share
             now = time.monotonic()
             settled = sum(s.done + s.rejected for s in self._shares.values())
-            if settled != self._settled:
+            if settled != self._settled or before is None or before.state != share.state:
                 self._settled, self._moved = settled, now
             if self._live is not None:
                 return
@@ -187,8 +200,7 @@ class RunView:
             err.print(self._text(), markup=False)
 
     def _totals(self) -> RunTotals:
-        totals = totals_of(list(self._shares.values()), moves=self._moves)
-        return self._whole.corrected(totals) if self._whole is not None else totals
+        return self._corrected(totals_of(list(self._shares.values()), moves=self._moves))
 
     def _text(self) -> str:
         totals = self._totals()
@@ -199,7 +211,17 @@ class RunView:
         if dead is not None:
             where = f"--host {dead[0]} --server {server_of(dead[1].server)}"
             return f"{totals.text()}; no sample for {duration(quiet)}: a server is dead; fleetdump restart {where}"
+        if not any(share.state == "running" for share in self._shares.values()):
+            return f"{totals.text()}; no sample for {duration(quiet)}: {self._before_work()}"
         return f"{totals.text()}; no sample for {duration(quiet)}: fleetdump diagnose says what the server does"
+
+    def _before_work(self) -> str:
+        """What the shares are at while none of them sends anything."""
+        at_work = [(host, share) for (host, _), share in sorted(self._shares.items()) if share.state not in FINISHED]
+        (host, first), more = at_work[0], len(at_work) - 1
+        told = f" ({first.detail})" if first.detail else ""
+        others = f"; {count(more, 'other share')} at work on nothing either" if more else ""
+        return f"{host}/{first.server} {PHASES.get(first.state, first.state)}{told}{others}"
 
     def _render(self) -> Group:
         with self._lock:

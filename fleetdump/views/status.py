@@ -46,6 +46,8 @@ def _show_host(host: str, status: StatusResult) -> None:
     for one in status.controllers:
         if one.alive:
             out.print(f"  run {quoted(one.run)} is driven from here, for {quoted(one.operator)} (pid {one.pid})")
+    for by in status.steering:
+        out.print(f"  run {quoted(by.run)} is driven {quoted(by.in_words)}")
 
 
 def _figures(server: ServerState, status: StatusResult) -> tuple[str, ...]:

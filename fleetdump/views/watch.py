@@ -1,4 +1,5 @@
-"""A live watch: on a terminal a line a server, kept up to date in place; elsewhere a line on each change."""
+"""A live watch: on a terminal a line a server, kept up to date in place; elsewhere a line on each change, on stdout:
+what is watched is the command's output."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _STYLES = {"ready": "green", "starting": "yellow", "stopped": "dim", "died": "bo
 
 
 class WatchView:
-    """Shows ``update``s from any thread; a context manager. ``as_json`` prints each as an object on stdout instead:
+    """Shows ``update``s from any thread; a context manager. It keeps lines up to date where both stdout and stderr are
+    a terminal; else lines go to stdout as they come. ``as_json`` prints each as an object on stdout instead:
     ``vitals`` when something has changed, ``fault`` and ``cleared`` when a fault comes and goes, ``empty`` for a host
     that has no server, ``lost`` and ``back`` for one whose link is cut and stands again."""
 
@@ -36,7 +38,7 @@ class WatchView:
         self._lost: dict[str, str] = {}
         """Hosts whose link is cut, and why."""
         self._lock = threading.Lock()
-        live = err.is_terminal and not as_json
+        live = err.is_terminal and out.is_terminal and not as_json
         self._live = Live(get_renderable=self._render, console=err, refresh_per_second=2) if live else None
 
     def __enter__(self) -> WatchView:
@@ -70,7 +72,7 @@ class WatchView:
             if self._as_json:
                 out.print(json.dumps({"host": host, "event": "empty"}), markup=False)
             elif self._live is None:
-                err.print(f"[bold]{quoted(host)}[/] {NOTHING}")
+                out.print(f"[bold]{quoted(host)}[/] {NOTHING}")
 
     def lost(self, host: str, why: str) -> None:
         """The link to a host is cut, and is tried again: what is shown of its servers is from before."""
@@ -81,7 +83,7 @@ class WatchView:
             if self._as_json:
                 out.print(json.dumps({"host": host, "event": "lost", "why": why}), markup=False)
             elif self._live is None:
-                err.print(f"[bold]{quoted(host)}[/] {_lost(why)}")
+                out.print(f"[bold]{quoted(host)}[/] {_lost(why)}")
 
     def _tell_back(self, host: str) -> None:
         if self._lost.pop(host, None) is None:
@@ -89,7 +91,7 @@ class WatchView:
         if self._as_json:
             out.print(json.dumps({"host": host, "event": "back"}), markup=False)
         elif self._live is None:
-            err.print(f"[bold]{quoted(host)}[/] is back")
+            out.print(f"[bold]{quoted(host)}[/] is back")
 
     # ------------------------------------------------------------------ lines
     def _tell_faults(self, host: str, before: Vitals | None, server: Vitals) -> None:
@@ -104,21 +106,21 @@ class WatchView:
                     event = {"host": host, "event": kind, "server": server.server, "fault": to_json(fault)}
                     out.print(json.dumps(event), markup=False)
                 elif self._live is None:
-                    err.print(f"{_name(host, server)} {'' if kind == 'fault' else 'over: '}{_fault(fault)}")
+                    out.print(f"{_name(host, server)} {'' if kind == 'fault' else 'over: '}{_fault(fault)}")
 
     def _tell_change(self, host: str, server: Vitals) -> None:
         tenth = int(10 * server.load_bytes / server.load_total) if server.load_total else 0
         told = f"{server.state} {server.phase} {tenth} {server.errors} {server.run.partition(',')[0]}"
         if self._told.get((host, server.server)) != told:
             self._told[host, server.server] = told
-            err.print(f"{_name(host, server)} {self._facts(server)}")
+            out.print(f"{_name(host, server)} {self._facts(server)}")
 
     def _tell_outliers(self) -> None:
         for text in self._slow():
             name = text.partition(" ")[0]
             if name not in self._outliers:
                 self._outliers.add(name)
-                err.print(quoted(text), style="yellow")
+                out.print(quoted(text), style="yellow")
 
     def _slow(self) -> list[str]:
         servers = {f"{host}/{name}": one for (host, name), one in self._servers.items()}

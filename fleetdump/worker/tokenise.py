@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetdump.agent.formats import Row
+from fleetdump.agent.jsonl import replacing
 from fleetdump.agent.protocol import ProtocolError, from_json, to_json
 from fleetdump.agent.runmessages import TOO_LONG, SampleSpans
 from fleetdump.worker.rowencoder import UNLIMITED, Encoded, RejectRow, RowEncoder
@@ -77,12 +78,15 @@ def tokenise(job: TokeniseJob, encoder: RowEncoder, report: Any = None) -> WorkH
     head = WorkHead(tokenizer_sha256(Path(job.model_path)), hashlib.sha256(encoder.template.encode()).hexdigest())
     head.limit = encoder.limit if encoder.limit < UNLIMITED else 0
     body = Path(f"{job.work}.{os.getpid()}.body.tmp")
-    with open(job.rows, "rb") as rows, open(body, "wb") as out:
-        for n, line in enumerate(rows):
-            out.write(_line(_sample(line, encoder, head)))
-            if report is not None and (n + 1) % PROGRESS_ROWS == 0:
-                report(n + 1)
-    _publish(head, body, Path(job.work))
+    try:
+        with open(job.rows, "rb") as rows, open(body, "wb") as out:
+            for n, line in enumerate(rows):
+                out.write(_line(_sample(line, encoder, head)))
+                if report is not None and (n + 1) % PROGRESS_ROWS == 0:
+                    report(n + 1)
+        _publish(head, body, Path(job.work))
+    finally:
+        body.unlink(missing_ok=True)
     return head
 
 
@@ -118,15 +122,9 @@ def _count(row: Row, encoded: Encoded, head: WorkHead) -> None:
 def _publish(head: WorkHead, body: Path, work: Path) -> None:
     """Head and body under one name, at once and durably: a ``work.jsonl`` that exists is complete. Temporary names have
     the pid: the tokeniser of a driver that was killed may still run."""
-    temporary = work.with_name(f"{work.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as out:
+    with replacing(work) as out, open(body, "rb") as source:
         out.write(_line(to_json(head)))
-        with open(body, "rb") as source:
-            shutil.copyfileobj(source, out, 1 << 20)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, work)
-    body.unlink(missing_ok=True)
+        shutil.copyfileobj(source, out, 1 << 20)
 
 
 def _line(data: Any) -> bytes:

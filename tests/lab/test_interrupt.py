@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pytest
 from capturefleet import CAPTURE_CONFIG, make_hosts, write_data
@@ -98,10 +99,10 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[float, str]:
     return seconds, said
 
 
-def until(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stderr is not None
+def until(stream: IO[str] | None, words: str) -> None:
+    assert stream is not None
     said = []
-    for line in process.stderr:
+    for line in stream:
         said.append(line)
         if words in line:
             return
@@ -124,7 +125,7 @@ def play(case: Case, fleet: Fleet) -> float:
         if case.needs == "hole":
             wait_for(lambda: _is_asked(host), 60, "nobody connects")
         elif case.words:
-            until(process, case.words)
+            until(process.stdout if "watch" in case.command else process.stderr, case.words)
         else:
             wait_for(lambda: host.count(AGENT) or process.poll() is not None, 60, "no agent")
         if case.frozen and case.needs != "hole":
@@ -197,10 +198,10 @@ def test_a_run_goes_on_without_who_watches_it(running: Fleet) -> None:
     told = ("the hosts go on with what they have of run r", "fleetdump attach --run r")
     seconds = {}
     extract = running.start("extract", "--data", "data.jsonl", "--run", "r", "--allow-full-disk")
-    until(extract, "samples,")
+    until(extract.stderr, "samples,")
     for name, process in (("extract", extract), ("attach", running.start("attach", "--run", "r"))):
         if process is not extract:
-            until(process, "samples,")
+            until(process.stderr, "samples,")
         host.stop_sshd()
         time.sleep(0.5)
         seconds[f"{name} of a host that is gone"], said = interrupt(process)

@@ -56,7 +56,7 @@ def test_operators_look_after_a_fleet(fleet: Fleet) -> None:
     first.run("pkill", "-9", "-f", "^/opt/engine.*launch_server")
     fallen = fleet.run("watch", "--until-ready", "--host", first.name)
     assert fallen.code == FAILED, fallen
-    assert "died: the launcher is gone" in fallen.err
+    assert "died: the launcher is gone" in fallen.out
     status = fleet.run("status")
     assert re.search(rf"{first.name}/main +died", status.out), status
     assert re.search(rf"{second.name}/main +ready +serving +\S+ +none", status.out), status

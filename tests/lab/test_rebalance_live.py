@@ -120,3 +120,6 @@ def test_late_lines_of_a_host_that_was_given_up_do_not_count_twice(fleet: Fleet,
     assert 0 < report["duplicated"] <= here_too < len(SAMPLES) // 2, "it has given away what it had not begun"
     lines = [json.loads(line) for line in Path(fleet.folder / "runs/r/manifest.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == sorted(SAMPLES), "each once"
+    watched = fleet.run("attach", "--run", "r", "--json", timeout=SECONDS)
+    totals = [record for record in watched.records() if record.get("event") == "totals"][-1]
+    assert (totals["done"], totals["samples"], totals["waiting"]) == (len(SAMPLES), len(SAMPLES), 0), watched

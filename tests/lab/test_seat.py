@@ -110,3 +110,27 @@ def test_a_controller_on_a_host_moves_work_while_nobody_else_is_there(
     assert (report["samples"], report["lost"], report["duplicated"], report["rejected"]) == (len(SAMPLES), 0, 0, 0)
     lines = [json.loads(line) for line in Path(fleet.folder / "runs/r/manifest.jsonl").read_text().splitlines()]
     assert sum(line["path"] == seat.name for line in lines) > len(SAMPLES) // 2 + 10, log_of(seat)
+
+
+def test_a_host_joins_a_run_whose_controller_sits_on_a_host(fleet: Fleet, hosts: list[CaptureHost]) -> None:
+    seat, joining = hosts
+    give_key(seat)
+    seat.set(delay=6.0)
+    started = fleet.run(*seat_on(seat), "--host", seat.name, timeout=SECONDS)
+    assert started.code == 0, started
+    alone = ("--host", seat.name, "--add-host", joining.name)
+    refused = fleet.run(*EXTRACT, "--accept-new", *alone, timeout=SECONDS)
+    assert refused.code == 5, refused
+    assert f"{joining.name} cannot join from here" in refused.err, refused
+    assert "--controller" in refused.err, refused
+    passed_on = fleet.run(*seat_on(seat), *alone, timeout=SECONDS)
+    assert passed_on.code == 0, passed_on
+    assert seat.lab.count(CONTROLLER) == 1, "one has taken the other's place"
+    joined = list(joining.lab.path(STATE).glob("*/runs/r/*/share.json"))
+    wait_for(lambda: list(joining.lab.path(STATE).glob("*/runs/r/main.1/share.json")), SECONDS, log_of(seat))
+    assert not joined, "it had no part before"
+    seat.set(delay=0.1)
+    wait_for(lambda: not seat.lab.count(CONTROLLER), SECONDS, "the controller ends with the run")
+    collected = fleet.run("collect", "--run", "r", "--data", "--json", timeout=SECONDS)
+    report = collected.records()[-1]["data"]
+    assert (report["samples"], report["lost"], report["duplicated"], report["rejected"]) == (len(SAMPLES), 0, 0, 0)

@@ -218,8 +218,9 @@ def test_the_command_shows_a_start_to_its_readiness_and_leaves_cleanly(tmp_path:
         command = [sys.executable, "-m", "fleetdump", "watch", "--interval", "0.3", "-i", str(inventory)]
         done = subprocess.run([*command, "--until-ready"], capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
-        assert "here/main starting weights" in done.stderr
-        assert "here/main ready" in done.stderr
+        assert "here/main starting weights" in done.stdout
+        assert "here/main ready" in done.stdout
+        assert done.stderr == "", "stderr is for what goes wrong"
         live = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert live.stdout is not None
         event = json.loads(live.stdout.readline())

@@ -6,12 +6,14 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +208,14 @@ def kill_driver(share: Share) -> None:
         return
     os.kill(driver.pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(driver.pid, driver.start_time))
+
+
+@contextlib.contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """The kernel refuses to make any file of this process longer than ``limit`` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

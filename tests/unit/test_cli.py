@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from manifests import manifest_line, text_of
 
 from fleetdump.cli.collect import _show_merged
 from fleetdump.cli.main import cli
-from fleetdump.errors import ExitCode
+from fleetdump.errors import ExitCode, UsageError
 from fleetdump.ledger import Ledger, Planned
 from fleetdump.tasks.merge import CollectReport
 
@@ -66,6 +70,46 @@ def test_each_command_has_help_with_an_example(command: str) -> None:
     assert result.returncode == 0
     assert "Example" in result.stdout
     assert f"fleetdump {command}" in result.stdout
+
+
+def walk(command: click.Command, path: tuple[str, ...] = ("fleetdump",)) -> Iterator[tuple[str, click.Command]]:
+    """Each command with all its words, those of groups too."""
+    yield " ".join(path), command
+    if isinstance(command, click.Group):
+        for name, one in command.commands.items():
+            yield from walk(one, (*path, name))
+
+
+EVERY = dict(walk(cli))
+
+
+@pytest.mark.parametrize("words", EVERY)
+def test_every_command_says_what_it_and_its_options_are(words: str) -> None:
+    command = EVERY[words]
+    told = command.help or ""
+    assert words == "fleetdump" or command.short_help, "its line in the list of commands"
+    assert len(told.split()) > 5
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            name = "/".join(parameter.opts)
+            assert len((parameter.help or "").split()) >= 2, f"{words} {name} has no help"
+        else:
+            assert parameter.make_metavar(click.Context(command)).strip("[].") in told, f"what is {parameter.name}?"
+
+
+@pytest.mark.parametrize("words", [words for words, one in EVERY.items() if not isinstance(one, click.Group)])
+def test_every_example_is_a_call_that_the_command_takes(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evidence/gpu01").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    examples = [line.strip() for line in (EVERY[words].help or "").partition("\n    Example")[2].splitlines()]
+    examples = [line for line in examples if line.startswith("fleetdump ")]
+    assert any(line.startswith(f"{words} ") or line == words for line in examples), "one of the command itself"
+    for call in (call.strip() for line in examples for call in line.split("&&")):
+        name = next(name for name in sorted(EVERY, key=len, reverse=True) if f"{call} ".startswith(f"{name} "))
+        with contextlib.suppress(UsageError):  # a patch of the example's is not there
+            EVERY[name].make_context(name, shlex.split(call, comments=True)[len(name.split()) :])
 
 
 WRONG = [("nonsense",), ("deploy", "--on-stall", "explode"), ("check", "--jobs", "0")]

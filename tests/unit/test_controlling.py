@@ -25,15 +25,26 @@ from fleetdump.agent.controlling import OLDEST_PYTHON, PACKAGES, RECORD, control
 from fleetdump.agent.hostmessages import CleanArgs, ControllerArgs, ControllerResult, ControllerState, StatusResult
 from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import AgentFailure, Request
-from fleetdump.dataset.intake import take_in
-from fleetdump.dataset.rows import numbered_rows
-from fleetdump.errors import LockedError, UsageError
+from fleetdump.agent.steermessages import DataMark, Steering
+from fleetdump.dataset.intake import DataSet, take_in
+from fleetdump.dataset.rows import Row, numbered_rows
+from fleetdump.errors import DrivenError, LockedError, UsageError
 from fleetdump.inventory import HostConfig, load
 from fleetdump.inventory.dump import dump
 from fleetdump.ledger import Ledger
-from fleetdump.tasks.controller import DATA, Files, code_files, fleet_from, require_alone, run_files
-from fleetdump.tasks.extract import open_run
+from fleetdump.tasks.controller import (
+    DATA,
+    Files,
+    arguments,
+    code_files,
+    controller_there,
+    fleet_from,
+    require_alone,
+    run_files,
+)
+from fleetdump.tasks.extract import ExtractSettings, open_run
 from fleetdump.tasks.runlock import CONTROLLER, sole
+from fleetdump.tasks.steering import Controller
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
@@ -99,6 +110,18 @@ def test_one_that_is_started_lives_on_and_stands_in_the_way_of_another(state: St
     record = json.loads((folder / "controller.json").read_text())
     assert not is_alive(record["pid"], record["start_time"])
     assert [one.alive for one in controllers_of(state)] == [False]
+
+
+def test_one_takes_the_others_place_when_it_is_to(state: State) -> None:
+    first = call(state, "stay", detach=True)
+    tried = call(state, "hello", replace=True)
+    assert (tried.out, tried.pid) == ("hello\n", 0)
+    assert [one.alive for one in controllers_of(state)] == [True], "to try it out ends nobody"
+    second = call(state, "stay", detach=True, replace=True)
+    (told,) = controllers_of(state)
+    assert (told.pid, told.alive) == (second.pid, True)
+    assert second.pid != first.pid
+    assert not Path(f"/proc/{first.pid}/fd/0").exists()
 
 
 @pytest.mark.parametrize("data", [b"", b"[" * 100_000, None])
@@ -313,3 +336,42 @@ def test_a_run_that_is_driven_from_a_host_is_not_driven_twice(
     require_alone(itself, "r", status)
     with pytest.raises(LockedError, match="driven already"):
         require_alone(itself, "r", replace(status, controllers=[replace(one, pid=one.pid + 1)]))
+
+
+def test_a_controller_that_is_to_be_replaced_stands_in_nobodys_way(tmp_path: Path) -> None:
+    """On its own host it is known by its process, on the others by what that host calls it."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    me = Controller("r", folder, DataMark("data.jsonl", 1, "a"))
+    me.begin()
+    seat: Any = SimpleNamespace(config=HostConfig("gpu01", "10.0.0.1"))
+    other: Any = SimpleNamespace(config=HostConfig("gpu02", "10.0.0.2"))
+    by = Steering("r", "seat", "root@gpu01", 70, "/x/runs/r", me.data, 1.0, 71)
+    there = StatusResult("gpu01", [], [], controllers=[ControllerState("r", 70, True, "me@laptop", 1.0)], steering=[by])
+    elsewhere = StatusResult("gpu02", [], [], steering=[by])
+    assert controller_there("r", there) == "seat"
+    assert controller_there("r2", there) == ""
+    assert controller_there("r", elsewhere) == ""
+    for host, status in ((seat, there), (other, elsewhere)):
+        require_alone(host, "r", status, me, "seat")
+        for name in ("", "another"):
+            with pytest.raises(DrivenError):
+                require_alone(host, "r", status, me, name)
+    with pytest.raises(UsageError, match="with other data"):
+        require_alone(other, "r", elsewhere, replace(me, data=DataMark("other.jsonl", 1, "b")), "seat")
+
+
+def test_a_controller_is_told_what_a_run_there_may_not_know(tmp_path: Path) -> None:
+    """Its ledger knows what the run was begun with; this machine may not."""
+    assert "--token-budget" not in arguments("r", ExtractSettings(), [])
+    told = arguments("r", ExtractSettings(100, "truncate", 9, 4, allow_failed_selfcheck=True), ["--restart", "1"])
+    for words in ("--max-tokens 100", "--too-long truncate", "--token-budget 9", "--max-attempts 4", "--restart 1"):
+        assert words in " ".join(told)
+    assert "--allow-failed-selfcheck" in told
+    assert list(run_files("r", _one_row(), tmp_path / "no-ledger")), "rows alone"
+
+
+def _one_row() -> DataSet:
+    data = DataSet("x")
+    data.add(1, Row("a", text="b"))
+    return data

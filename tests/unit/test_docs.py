@@ -94,7 +94,7 @@ def test_every_agent_module_is_either_shared_or_forbidden_to_the_controller() ->
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     contract = text[text.index("the controller sees only the agent's shared modules") :].split("[[tool.")[0]
     forbidden = set(re.findall(r"fleetdump\.agent\.(\w+)", contract.partition("forbidden_modules")[2]))
-    shared = {"protocol", "specs", "hostmessages", "patchmessages", "servermessages", "runmessages"}
+    shared = {"protocol", "specs", "hostmessages", "patchmessages", "servermessages", "runmessages", "steermessages"}
     shared |= {"formats", "jsonl", "tensorfile", "shardcheck", "unidiff", "scrub", "arguments"}
     shared |= {"evidence_types", "evidence_process", "evidence_engine", "evidence_host", "evidence_files"}
     agent = ROOT / "fleetdump" / "agent"

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from fleetdump.cli import _driving
 from fleetdump.cli import extract as command
 from fleetdump.cli._fleet import FleetOptions
-from fleetdump.errors import ExitCode, LockedError, UsageError
+from fleetdump.errors import DrivenError, ExitCode, UsageError
 from fleetdump.tasks.attendance import JoinRequests, ask_to_join
 
 
@@ -62,13 +62,13 @@ def test_what_was_asked_while_the_run_was_being_taken_over_is_seen(
 def test_where_a_controller_sits_on_a_host_nobody_can_be_asked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, joining: bool
 ) -> None:
-    def try_seat(*_: object) -> None:
-        raise LockedError("run r is being driven already", "a", "by a controller on a (pid 7)")
+    def try_seat(*_: object, **__: object) -> None:
+        raise DrivenError("run r is being driven already", "a", "by a controller on a (pid 7)")
 
     monkeypatch.setattr(command, "try_seat", try_seat)
     monkeypatch.setattr(command, "watch", lambda *_: ExitCode.OK)
     result = extract(folder, "--controller", "a", *(["--add-host", "c"] if joining else []))
-    assert isinstance(result.exception, LockedError) == joining
+    assert isinstance(result.exception, DrivenError) == joining
     assert result.exit_code == (1 if joining else 0)
 
 

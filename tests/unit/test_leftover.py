@@ -56,7 +56,7 @@ def test_a_watch_ends_with_what_it_was_not_given(
     settle(ledger, "cd")
     monkeypatch.setattr(_driving, "fan_out", fan_out)
     watching = SimpleNamespace(policy=Policy(), patience=600.0, joining=(), requests=SimpleNamespace(names=list))
-    run = SimpleNamespace(name="r", folder=tmp_path / "r", watching=watching)
+    run = SimpleNamespace(name="r", folder=tmp_path / "r", watching=watching, controller=None)
     options = FleetOptions(Path("inventory.yaml"), (), (), False, False, False, 1)
     balancer = Balancer("r", ledger, cast(Any, None))
     end = _driving._watch(options, [HERE], RunPlan("r", SHARES, 4, [], resumed=True), cast(Any, run), balancer)
@@ -70,7 +70,7 @@ class Drive:
         self.waited_for: set[str] = set()
         self.end = _driving.End(ExitCode.OK, [])
         watching = SimpleNamespace(patience=600.0, requests=SimpleNamespace(names=list))
-        self.run = SimpleNamespace(name="r", runs_dir=tmp, folder=tmp / "r", watching=watching)
+        self.run = SimpleNamespace(name="r", runs_dir=tmp, folder=tmp / "r", watching=watching, controller=None)
         self.run.detach = self.run.seated = False
         monkeypatch.setattr(_driving, "open_run", lambda *_: RunPlan("r", SHARES, 4, [], resumed=True))
         monkeypatch.setattr(_driving, "targets_of", lambda _: [])

@@ -43,7 +43,7 @@ class Answering:
 
     def call(self, args: Any, kind: type, *, verb: str, **_: Any) -> Any:
         if verb == "status":
-            return SimpleNamespace(shares=self.shares, controllers=[])
+            return SimpleNamespace(shares=self.shares, controllers=[], steering=[])
         if verb == "held":
             return HeldResult(self.held[args.share], f"sha of {args.share}")
         assert isinstance(args, WithdrawArgs)
@@ -562,6 +562,7 @@ def test_a_run_is_not_done_when_its_hosts_are_and_a_sample_is_with_none_of_them(
 
     monkeypatch.setattr(_driving, "fan_out", fan_out)
     run = cast(Any, SimpleNamespace(name="r", folder=Path("nowhere"), settings=ExtractSettings(), seated=False))
+    run.controller = None
     run.watching = _driving.Watching(Policy(), 600.0, (), JoinRequests(Path(), pytest.fail))
     plan = RunPlan("r", {}, 4, [], resumed=False)
     options = FleetOptions(Path("inventory.yaml"), (), (), False, False, False, 1)

@@ -90,7 +90,7 @@ def test_a_screen_that_is_too_small_keeps_totals_and_troubled_hosts(screen: io.S
 
 def test_a_sample_that_two_hosts_have_done_counts_once(capsys: pytest.CaptureFixture[str]) -> None:
     done = replace(FAST, state="done", samples=100, done=100, rejected=0, in_flight=0)
-    with run.RunView(whole=run.Whole(samples=150, copies=lambda: 50)) as view:
+    with run.RunView(corrected=run.Whole(samples=150, copies=lambda: 50).corrected) as view:
         view.update("gpu01", done)
         assert view._totals().samples == 150
         view.update("gpu02", done)
@@ -105,6 +105,43 @@ def test_a_run_that_waits_for_a_dead_server_says_how_to_launch_it(monkeypatch: p
         view.update("gpu01", replace(FAST, server="main.1", dead_launch="L1"))
         assert view._text().endswith("a server is dead; fleetdump restart --host gpu01 --server main")
         view.update("gpu01", replace(FAST, server="main.1"))
+        assert "fleetdump diagnose" in view._text()
+
+
+@pytest.mark.parametrize(
+    ("state", "detail", "words"),
+    [
+        ("tokenising", "1200 rows tokenised", "gpu01/main is still tokenising (1200 rows tokenised)"),
+        ("tokenising", "", "gpu01/main is still tokenising"),
+        ("closing", "2 shards are still open", "gpu01/main closes its shards (2 shards are still open)"),
+        ("paused", "by me@laptop", "gpu01/main is paused (by me@laptop)"),
+        ("stopped", "no driver lives", "gpu01/main has no driver (no driver lives)"),
+    ],
+)
+def test_a_run_that_has_not_come_to_its_servers_says_how_far_it_is(
+    state: str, detail: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "QUIET_SECONDS", -1.0)
+    with run.RunView() as view:
+        view.update("gpu01", replace(FAST, state=state, detail=detail))
+        view.update("gpu02", DONE)
+        assert view._text().endswith(f": {words}")
+        view.update("gpu03", replace(FAST, state=state))
+        assert view._text().endswith(f": {words}; 1 other share at work on nothing either")
+        view.update("gpu01", FAST)
+        assert "fleetdump diagnose" in view._text()
+
+
+def test_who_has_just_begun_is_not_quiet_since_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with run.RunView() as view:
+        view.update("gpu01", replace(FAST, state="tokenising"))
+        now[0] += 2 * run.QUIET_SECONDS
+        assert "is still tokenising" in view._text()
+        view.update("gpu01", FAST)
+        assert "no sample for" not in view._text()
+        now[0] += 2 * run.QUIET_SECONDS
         assert "fleetdump diagnose" in view._text()
 
 

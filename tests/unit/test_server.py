@@ -401,12 +401,13 @@ def test_stop_names_the_extractions_that_wait_for_the_server(server: ServerSpec,
     for run, name, record in (
         ("r1", "main", driver),
         ("r2", "main", replace(driver, start_time=1)),
+        ("r1", "main.2", driver),
         ("r3", "b", driver),
     ):
         write_json(ctx.state.share(run, name) / "driver.json", record)
         write_json(ctx.state.share(run, name) / "share.json", {})
 
-    assert stop(StopArgs(), ctx).waiting == ["r1 on main"]
+    assert stop(StopArgs(), ctx).waiting == ["r1 on main", "r1 on main.2"]
     assert stop(StopArgs(), ctx).waiting == []
 
 

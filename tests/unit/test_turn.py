@@ -12,12 +12,15 @@ import pytest
 from extraction import StandIn, kill_driver, manifest_of, wait_for
 
 from fleetdump.agent.context import AgentContext
-from fleetdump.agent.drive import follow, start_driver
+from fleetdump.agent.drive import follow, order, start_driver
 from fleetdump.agent.driver import work
 from fleetdump.agent.loop import Timing
+from fleetdump.agent.procfs import is_alive
 from fleetdump.agent.protocol import Request
-from fleetdump.agent.runmessages import FollowArgs, WithdrawArgs
+from fleetdump.agent.runmessages import FollowArgs, OrderArgs, WithdrawArgs
+from fleetdump.agent.servermessages import StopArgs
 from fleetdump.agent.share import Share
+from fleetdump.agent.stop import stop
 from fleetdump.agent.turn import Turn
 from fleetdump.agent.withdraw import withdraw
 
@@ -123,3 +126,23 @@ class _ComesMeanwhile(AgentContext):
             hidden.rename(self.late.root / "share.json")
             start_driver(self.state, self.late)
         super().emit(event, **fields)
+
+
+@pytest.mark.parametrize("order_given", ["drain", "pause"])
+def test_drivers_of_a_drained_host_end_with_its_server_and_lose_nothing(
+    host: StandIn, shares: tuple[Share, Share], order_given: str
+) -> None:
+    """Nobody is there to take over what they have: they would wait for ever on a host that is given back."""
+    order(OrderArgs("r1", order_given, whole_run=False), context(host))
+    wait_for(lambda: all(one.progress().state == "paused" for one in shares), SECONDS)
+    wait_for(lambda: not shares[0].progress().in_flight, SECONDS)
+    drivers = [(one.driver().pid, one.driver().start_time) for one in shares]  # type: ignore[union-attr]
+    host.kill()
+    names = ["r1 on main", "r1 on main.1"] if order_given == "drain" else []
+    assert stop(StopArgs(), context(host)).left == names
+    assert [is_alive(*driver) for driver in drivers] == [order_given == "pause"] * 2
+    done = {line["id"] for one in shares for line in manifest_of(one)}
+    begun = {line.id for one in shares for line in one.read_attempts()}
+    given = [withdraw(WithdrawArgs("r1", one.server, 1 << 60), context(host)).ids for one in shares]
+    assert not done & {*given[0], *given[1]}
+    assert done | begun | {*given[0], *given[1]} == {*FIRST, *SECOND}, "what was not begun can be had without a driver"

@@ -40,7 +40,7 @@ def test_a_slow_host_is_named_against_the_others(capsys: pytest.CaptureFixture[s
     for number in range(1, 7):
         view.update(f"gpu0{number}", loading(2.9))
     view.update("gpu07", loading(0.4))
-    assert "gpu07/main loads at 0.4 GB/s, the others at 2.9" in capsys.readouterr().err
+    assert "gpu07/main loads at 0.4 GB/s, the others at 2.9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,14 @@ def test_lines_come_on_change_alone(capsys: pytest.CaptureFixture[str]) -> None:
     view.update("h", Vitals("main", "ready", "serving", uptime=9.0, forwards=7))
     view.update("h", Vitals("main", "ready", "serving", faults=[Fault("port_closed", "port 1 is closed")]))
     view.update("h", ready)
-    lines = capsys.readouterr().err.splitlines()
+    told = capsys.readouterr()
+    lines = told.out.splitlines()
+    assert told.err == "", "what is watched is the output; stderr is for what goes wrong"
     assert [line.partition(" ")[2][:9] for line in lines] == ["ready, up", "port_clos", "over: por"]
 
 
 def test_a_cut_link_is_told_once_and_so_is_its_return(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
     for as_json in (False, True):
         view = WatchView(as_json)
         view.update("h", Vitals("main", "ready", "serving"))
@@ -106,8 +109,8 @@ def test_a_cut_link_is_told_once_and_so_is_its_return(capsys: pytest.CaptureFixt
         view.update("h", Vitals("main", "ready", "serving"))
         view.lost("h", "no route")
         view.empty("h")
-    out, err = capsys.readouterr()
-    told = [line.partition("up")[0].rstrip(" ,") for line in err.splitlines()]
+        outputs.append(capsys.readouterr().out)
+    told = [line.partition("up")[0].rstrip(" ,") for line in outputs[0].splitlines()]
     cut = "h link lost, trying again: no route"
     assert told == [
         "h/main ready",
@@ -118,7 +121,7 @@ def test_a_cut_link_is_told_once_and_so_is_its_return(capsys: pytest.CaptureFixt
         "h is back",
         "h nothing of ours runs there",
     ]
-    events = [json.loads(line) for line in out.splitlines()]
+    events = [json.loads(line) for line in outputs[1].splitlines()]
     assert [one["event"] for one in events if one["host"] == "h"] == [
         "vitals", "lost", "back", "vitals", "lost", "back", "empty"
     ]  # fmt: skip
@@ -128,11 +131,13 @@ def test_a_host_without_servers_is_told_once_it_has_been_looked_at(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     WatchView().empty("gpu01")
-    assert capsys.readouterr().err.splitlines() == ["gpu01 nothing of ours runs there"]
+    assert capsys.readouterr().out.splitlines() == ["gpu01 nothing of ours runs there"]
     WatchView(as_json=True).empty("gpu01")
     assert json.loads(capsys.readouterr().out) == {"host": "gpu01", "event": "empty"}
     terminal = SafeConsole(file=io.StringIO(), force_terminal=True, width=100)
     monkeypatch.setattr(watch_view, "err", terminal)
+    assert WatchView()._live is None, "its output goes into a file"
+    monkeypatch.setattr(watch_view, "out", terminal)
     view = WatchView()
 
     def screen() -> list[str]:
