@@ -1,4 +1,5 @@
-"""Is the server there to be driven? The driver asks before it sends, and after a connection broke."""
+"""Is the server there to be driven? The driver asks before it sends, and after a connection broke; and it keeps count
+of how long nothing has come of what it has sent."""
 
 from __future__ import annotations
 
@@ -36,12 +37,48 @@ class Launch:
 @dataclass
 class Probe:
     """What a look at the server found: a launch that serves, or in words why there is none. ``stopped``: id of a launch
-    that ``fleetdump stop`` ended; ``died``: of one that ended by itself."""
+    that ``fleetdump stop`` ended; ``died``: of one that ended by itself; ``mute``: of one that lives, was ready once,
+    and does not answer."""
 
     launch: Optional[Launch]
     detail: str = ""
     stopped: str = ""
     died: str = ""
+    mute: str = ""
+
+
+USUAL_STRETCH = 5.0
+"""A silence is nothing unusual until it is so much longer than the longest one after which the server went on."""
+
+
+@dataclass
+class Silence:
+    """For how long a launch has given nothing, neither a reply nor a row, while it owed some. Pure: times are seconds
+    of a monotonic clock."""
+
+    launch_id: str = ""
+    since: Optional[float] = None
+    longest: float = 0.0
+    """After which that launch went on."""
+
+    def ends(self, now: float) -> None:
+        """Something came."""
+        if self.since is not None:
+            self.longest = max(self.longest, now - self.since)
+            self.since = now
+
+    def unusual(self, now: float, owing: str) -> float:
+        """Seconds until ``now`` in which the launch ``owing`` gave nothing; 0 where nobody owes anything (empty), or it
+        is no more than that launch has taken before."""
+        if not owing:
+            self.since = None
+            return 0.0
+        if owing != self.launch_id:
+            self.launch_id, self.since, self.longest = owing, None, 0.0
+        if self.since is None:
+            self.since = now
+        seconds = now - self.since
+        return seconds if seconds > USUAL_STRETCH * self.longest else 0.0
 
 
 def probe(state: State, server: str, capture: CaptureSpec) -> Probe:
@@ -59,7 +96,8 @@ def probe(state: State, server: str, capture: CaptureSpec) -> Probe:
     if mismatch:
         return Probe(None, mismatch)
     if not is_ready(record.port):
-        return Probe(None, f"server {server} does not answer on port {record.port} yet")
+        waits = f"server {server} does not answer on port {record.port}"
+        return Probe(None, waits, mute=record.launch_id) if record.ready else Probe(None, f"{waits} yet")
     wrong = _settings_fault(record)
     return Probe(None, wrong) if wrong else Probe(launch)
 

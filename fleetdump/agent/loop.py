@@ -15,7 +15,7 @@ from typing import BinaryIO, Dict, List, Optional
 from fleetdump.agent.commit import Committer, Ready
 from fleetdump.agent.context import State
 from fleetdump.agent.formats import AttemptLine, PieceRecord, RejectedLine, Rid, coverage
-from fleetdump.agent.gate import Launch, Probe, probe
+from fleetdump.agent.gate import Launch, Probe, Silence, probe
 from fleetdump.agent.generate import Reply, Threads, prefill
 from fleetdump.agent.journals import Captured, Journals, PieceFault, join
 from fleetdump.agent.jsonl import encode_line, open_lines, write_all
@@ -25,7 +25,7 @@ from fleetdump.agent.reporter import Reporter
 from fleetdump.agent.runmessages import CANCEL, DRAIN, PAUSE
 from fleetdump.agent.schedule import DEATHS_TO_DOUBT, DEATHS_TO_REJECT, Sample, Schedule, backoff
 from fleetdump.agent.shardwriter import DISK_FULL
-from fleetdump.agent.share import Order, Share, ShareSpec
+from fleetdump.agent.share import Order, Share, ShareSpec, replaced_launches
 from fleetdump.agent.tapstatus import is_behind, taps_of
 from fleetdump.agent.withdraw import WithdrawRequest, give_away
 
@@ -117,6 +117,9 @@ class Loop:
         """Of the server with one sample alone in flight, since one was captured."""
         self.doubted_launch = ""
         """Died like that so often that no sample is to blame."""
+        self.silence = Silence()
+        self.mute_launch = ""
+        """Was ready once, lives, and does not answer."""
         self.detail = "looking for the server"
         self.held = ""
         """Who paused the share, empty when nobody has."""
@@ -159,6 +162,7 @@ class Loop:
             self._pause(f"{error.filename or self.directory}: {error.strerror}")
         self._look_for_server(time.monotonic())
         self._look_at_taps(time.monotonic())
+        self._tell_of_silence(time.monotonic())
         self.reporter.progress.in_flight = len(self.schedule.in_flight)
         state = "paused" if self.held else "running"
         self.reporter.report(state, self.held or self.detail or self._slowness(), self.committer)
@@ -210,6 +214,8 @@ class Loop:
     def _take_answer(self, answer: Answer) -> None:
         sent, reply = answer.sent, answer.reply
         self.schedule.landed(sent.sample)
+        if reply.status:
+            self.silence.ends(time.monotonic())
         if not self._lacks(sent.sample.id):
             self.sent.pop(sent.sample.id, None)
         elif reply.status == 200:
@@ -229,6 +235,7 @@ class Loop:
     def _read_journals(self) -> None:
         for rid in self.journals.poll():
             self.last_news = time.monotonic()
+            self.silence.ends(self.last_news)
             self._judge(rid)
 
     def _judge(self, rid: str) -> None:
@@ -460,7 +467,15 @@ class Loop:
                 return
             self._probing = True
             self._next_probe = now + self.timing.probe
-            self.threads.run(lambda: probe(self.state, self.spec.server, self.spec.capture))
+            self.threads.run(self._probe)
+
+    def _probe(self) -> Probe:
+        """In a thread of its own."""
+        found = probe(self.state, self.spec.server, self.spec.capture)
+        # A controller ended what hung: no operator's stop. What was in flight there is suspected as at any death.
+        if found.stopped and found.stopped in replaced_launches(self.share.root.parent):
+            return Probe(None, found.detail, died=found.stopped)
+        return found
 
     def _is_our_turn(self) -> bool:
         try:
@@ -493,6 +508,7 @@ class Loop:
         if found.stopped != self.died_launch:
             self.stopped_launch = found.stopped or self.stopped_launch
         self.detail = found.detail
+        self.mute_launch = found.mute
         self._tell_of_death(found.died)
         if found.launch is None:
             return
@@ -503,13 +519,31 @@ class Loop:
 
     def _tell_of_death(self, launch_id: str) -> None:
         """So that a controller can have the server restarted, and knows whether one sample may be to blame."""
-        alone = [sent.sample.id for sent in self.lost if sent.alone and sent.launch.launch_id == launch_id]
-        # Only while another sample is left to try: else several that kill at the end of a share could not be told.
-        if alone and self.schedule.waiting and self.deaths_in_a_row + 1 >= DEATHS_TO_DOUBT:
+        alone = self._alone_with(launch_id)
+        if alone and self._is_doubtful():
             self.doubted_launch = launch_id
-        is_to_blame = alone and launch_id != self.doubted_launch
         self.reporter.progress.dead_launch = launch_id
-        self.reporter.progress.suspect = alone[0] if is_to_blame else ""
+        self.reporter.progress.suspect = alone if launch_id != self.doubted_launch else ""
+
+    def _tell_of_silence(self, now: float) -> None:
+        """So that a controller can have a look at a server that lives and gives nothing, and restart it if it hangs."""
+        owing = self.launch.launch_id if self.launch is not None and self.schedule.in_flight else self.mute_launch
+        progress = self.reporter.progress
+        progress.silent_seconds = self.silence.unusual(now, owing)
+        progress.silent_launch = owing if progress.silent_seconds else ""
+        if not progress.dead_launch:
+            is_to_blame = progress.silent_launch and not self._is_doubtful()
+            progress.suspect = self._alone_with(owing) if is_to_blame else ""
+
+    def _alone_with(self, launch_id: str) -> str:
+        """The sample that is, or was at its end, alone in flight with that launch; empty when there is none."""
+        alone = (s.sample.id for s in self.sent.values() if s.alone and s.launch.launch_id == launch_id)
+        return next((sample_id for sample_id in alone if not self.sent[sample_id].answered), "")
+
+    def _is_doubtful(self) -> bool:
+        """Whether another death with one sample alone is the server's own fault. Only while another sample is left to
+        try: else several that kill at the end of a share could not be told."""
+        return bool(self.schedule.waiting) and self.deaths_in_a_row + 1 >= DEATHS_TO_DOUBT
 
     def _judge_lost(self, sent: Sent, back: Launch) -> None:
         """Did this request kill the server? It is a suspect unless the server was stopped on purpose or still lives."""

@@ -28,7 +28,7 @@ from fleetdump.agent.records import UNREADABLE, naming
 from fleetdump.agent.scrub import HIDDEN, scrub_argv
 from fleetdump.agent.server import ServerRecord, boot_id, living, load_record, server_state
 from fleetdump.agent.servermessages import LaunchResult, RestartArgs, RestartResult, RunRestart
-from fleetdump.agent.share import note_restart
+from fleetdump.agent.share import note_restart, shares_of
 from fleetdump.agent.stop import end_server
 
 OF_A_LAUNCH = ("FLEETDUMP_LAUNCH_ID",)
@@ -43,9 +43,11 @@ def restart(args: RestartArgs, ctx: AgentContext) -> RestartResult:
     record = load_record(ctx.state, args.server)
     if record is None:
         raise AgentFailure("not_found", f"server {args.server} was never launched here", next_step=DEPLOY)
+    members = living(record)
     if args.of_run is not None:
         _require_launch(record, args.of_run)
-    members = living(record)
+        if args.of_run.hangs and procfs.is_alive(record.pid, record.start_time):
+            _require_silence(args.of_run, ctx)
     tap_config = ctx.state.server(record.name) / TAP_CONFIG
     argv, env = _as_launched(record, tap_config, args)
     _check_port(record, [member.pid for member in members])
@@ -82,6 +84,19 @@ def _require_launch(record: ServerRecord, wanted: RunRestart) -> None:
         why="an operator stopped it" if record.stopped_at else "it was launched again meanwhile",
         next_step="nothing, if that was meant; the run goes on when the server is ready",
     )
+
+
+def _require_silence(wanted: RunRestart, ctx: AgentContext) -> None:
+    """Asked with the host's lock in hand, which may have been waited for: what gives something again does not hang."""
+    shares = shares_of(ctx.state, wanted.run)
+    if not any(share.progress().silent_launch == wanted.launch_id for share in shares):
+        raise AgentFailure(
+            "conflict",
+            "the server is left alone",
+            where=f"run {wanted.run}",
+            why="its driver does not say any more that nothing comes from it",
+            next_step="nothing, if the run goes on; fleetdump diagnose says how the server is",
+        )
 
 
 def _count(record: ServerRecord, why: RunRestart, ctx: AgentContext) -> None:

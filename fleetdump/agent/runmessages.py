@@ -88,7 +88,12 @@ class RunProgress:
     dead_launch: str = ""
     """Id of the server's launch that died by itself and that the driver waits to see replaced, if there is one."""
     suspect: str = ""
-    """The sample that was alone in flight when that launch died."""
+    """The sample that was alone in flight when that launch died, or is while ``silent_launch`` is silent."""
+    silent_launch: str = ""
+    """Id of the server's living launch that gives nothing, though samples are in flight there, or though it was ready
+    once: it is slow, or it hangs."""
+    silent_seconds: float = 0.0
+    """For how long; told only from several times its longest such silence before on, 0 until then."""
     restarts: int = 0
     """How often a controller has restarted the server in this run with no such sample to blame."""
     bytes_per_second: float = 0.0

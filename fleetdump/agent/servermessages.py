@@ -106,12 +106,14 @@ class LaunchResult:
 @dataclass
 class RunRestart:
     """Why a run's controller restarts a server. ``launch_id``: the launch to be replaced, and no other one;
-    ``verdict``: what a diagnosis says of it; ``suspect`` as in ``RunProgress``."""
+    ``verdict``: what a diagnosis says of it; ``suspect`` as in ``RunProgress``. ``hangs``: that launch lives, and is
+    replaced only if the run's driver still says that nothing comes from it."""
 
     run: str
     launch_id: str
     verdict: str = ""
     suspect: str = ""
+    hangs: bool = False
 
 
 @dataclass

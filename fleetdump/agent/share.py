@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Tuple
+from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Set, Tuple
 
 from fleetdump.agent.context import State
 from fleetdump.agent.formats import (
@@ -206,7 +206,8 @@ class Share:
             progress.tokens_per_second = progress.bytes_per_second = progress.eta_seconds = 0.0
             progress.in_flight = 0
         if progress.state not in ("running", "paused"):
-            progress.dead_launch = progress.suspect = ""
+            progress.dead_launch = progress.silent_launch = progress.suspect = ""
+            progress.silent_seconds = 0.0
         progress.given_away = self._given_away()
         progress.restarts = restarts_of(self.root.parent, server_of(self.server))
         self._add_order(progress)
@@ -345,6 +346,17 @@ def restarts_of(run_dir: Path, server: str) -> int:
     with suppress(OSError):
         return sum(_may_be_of(line, server, str(path)) for line in read_raw_lines(path)[0])
     return 0
+
+
+def replaced_launches(run_dir: Path) -> Set[str]:
+    """The launches that controllers have replaced for the run: they died, or hung. A line that cannot be read names
+    none."""
+    found = set()
+    with suppress(OSError):
+        for line in read_raw_lines(run_dir / RESTARTS)[0]:
+            with suppress(FormatError):
+                found.add(decode_record(RestartLine, decode_line(line, RESTARTS), RESTARTS).launch_id)
+    return found
 
 
 def _may_be_of(line: bytes, server: str, where: str) -> bool:

@@ -68,7 +68,7 @@ PREVIEW_ROWS = 50
     default=2,
     show_default=True,
     metavar="N",
-    help="How often a server that dies is launched again in this run, while this command watches.",
+    help="How often a server that dies or hangs is launched again in this run, while this command watches.",
 )
 @click.option(
     "--patience",

@@ -36,12 +36,18 @@ COLLECT_SECONDS = 300.0
 SLOW = 10.0
 DELAY = 0.4
 TOKEN_BUDGET = 400
+MINUTES = (60.0, 150.0)
+"""Seconds that a link of a long round is cut: longer than any of our connections lives without an answer."""
+PATIENCE = 10.0
+"""Seconds without a host, in a long round, before others compute what it has not done. A cut is noticed after 30 s:
+both are over well before ``MINUTES``."""
 
 
 @dataclass
 class Figures:
     """What a round says for the record. ``lost``: samples that are neither merged nor rejected; ``duplicated``: ids
-    that stand more than once in the merged manifest; ``corrupt``: pieces that are not what the server computed."""
+    that stand more than once in the merged manifest; ``corrupt``: pieces that are not what the server computed;
+    ``copies``: samples that two hosts computed, of which one counts."""
 
     faults: int = 0
     lost: int = 0
@@ -50,6 +56,7 @@ class Figures:
     tool_hangs: int = 0
     samples: int = 0
     rejected: int = 0
+    copies: int = 0
     seconds: float = 0.0
     kinds: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -59,9 +66,10 @@ class Operator(threading.Thread):
     """Gives ``fleetdump extract`` until it ends well. ``paused`` is held while somebody else works with the run's
     files."""
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, fleet: Fleet, *options: str):
         super().__init__(daemon=True)
         self.fleet = fleet
+        self.options = options
         self.paused = threading.Lock()
         self.process: subprocess.Popen[str] | None = None
         self.calls = 0
@@ -81,6 +89,7 @@ class Operator(threading.Thread):
                     "--token-budget",
                     str(TOKEN_BUDGET),
                     "--allow-full-disk",
+                    *self.options,
                 )
                 self.calls += 1
             out, err = self.process.communicate()
@@ -104,6 +113,7 @@ class Round:
     hosts: list[CaptureHost]
     operator: Operator
     source: random.Random
+    samples: int
 
     def _host(self) -> CaptureHost:
         return self.source.choice(self.hosts)
@@ -166,6 +176,25 @@ class Round:
             self._nap(1.0, 5.0)
             process.send_signal(signal.SIGCONT)
 
+    def cut_link_for_minutes(self) -> None:
+        host = self._host()
+        host.lab.cut_link()
+        end = time.monotonic() + self.source.uniform(*MINUTES)
+        while time.monotonic() < end:
+            _keep_busy(self.hosts, self.samples, crawl=True)
+            time.sleep(2.0)
+        host.lab.restore_link()
+
+    def return_late(self) -> None:
+        """The others end their own work and are given what a host that is away has not told; it works on and comes
+        back with lines of its own."""
+        host = self._host()
+        host.lab.cut_link()
+        for other in self.hosts:
+            other.set(delay=DELAY if other is host else 0.0)
+        self._nap(*MINUTES)
+        host.lab.restore_link()
+
     @property
     def kinds(self) -> dict[str, Callable[[], None]]:
         return {
@@ -181,31 +210,51 @@ class Round:
             "controller frozen": self.freeze_controller,
         }
 
+    @property
+    def long_kinds(self) -> dict[str, Callable[[], None]]:
+        """Each once in a long round: one on the way, and the last fault of all."""
+        return {"link cut for minutes": self.cut_link_for_minutes, "host returns late": self.return_late}
 
-def play(fleet: Fleet, hosts: list[CaptureHost], seed: int, faults: int, samples: int) -> Figures:
-    """Extract ``samples`` samples while ``faults`` faults happen, collect, and count."""
+    def draw(self, faults: int, is_long: bool) -> list[str]:
+        """So many faults by kind, in a random order: each kind as often as any other, but for the long ones."""
+        long_kinds = [*self.long_kinds] if is_long else []
+        few = faults - len(long_kinds)
+        kinds = [*self.kinds] * (few // len(self.kinds) + 1)
+        self.source.shuffle(kinds)
+        drawn = kinds[:few]
+        if long_kinds:
+            drawn.insert(self.source.randrange(few), long_kinds[0])
+            drawn.append(long_kinds[1])
+        return drawn
+
+
+def play(
+    fleet: Fleet, hosts: list[CaptureHost], seed: int, faults: int, samples: int, *, is_long: bool = False
+) -> Figures:
+    """Extract ``samples`` samples while ``faults`` faults happen, collect, and count. ``is_long``: with those that take
+    minutes."""
     began = time.monotonic()
     source = random.Random(seed)
     tokens = {f"s{n:05}": source.randrange(2, 200) for n in range(samples)}
     write_data(fleet.folder / "data.jsonl", tokens)
     for host in hosts:
         host.set(delay=DELAY)
-    operator = Operator(fleet)
-    stage = Round(fleet, hosts, operator, source)
+    operator = Operator(fleet, *(["--patience", str(PATIENCE)] if is_long else []))
+    stage = Round(fleet, hosts, operator, source, samples)
     operator.start()
     figures = Figures(samples=samples)
-    kinds = [*stage.kinds] * (faults // len(stage.kinds) + 1)
-    source.shuffle(kinds)
-    for kind in kinds[:faults]:
+    kinds = stage.draw(faults, is_long)
+    happen = {**stage.kinds, **stage.long_kinds}
+    for kind in kinds:
         _keep_busy(hosts, samples)
         time.sleep(source.uniform(0.1, 1.0))
         try:
-            stage.kinds[kind]()
+            happen[kind]()
         except subprocess.TimeoutExpired:
             figures.tool_hangs += 1
             figures.notes.append(f"collect after a deleted ledger did not end in {COLLECT_SECONDS:.0f} s")
         figures.faults += 1
-    figures.kinds = dict(Counter(kinds[:faults]))
+    figures.kinds = dict(Counter(kinds))
     for host in hosts:
         host.set(delay=0.0)
     operator.join(HANG_SECONDS)
@@ -221,13 +270,14 @@ def play(fleet: Fleet, hosts: list[CaptureHost], seed: int, faults: int, samples
     return figures
 
 
-def _keep_busy(hosts: list[CaptureHost], samples: int) -> None:
-    """A host that gets ahead works more slowly, so that faults do not meet a run that is over."""
+def _keep_busy(hosts: list[CaptureHost], samples: int, *, crawl: bool = False) -> None:
+    """A host that gets ahead works more slowly, so that faults do not meet a run that is over. ``crawl``: each of them
+    at the least."""
     for host in hosts:
         progress = host.progress(RUN)
         share = max(1, int(progress.get("samples", samples)))
         left = 1 - int(progress.get("done", 0)) / share
-        host.set(delay=DELAY * (1 if left > 0.5 else 3 if left > 0.2 else 10))
+        host.set(delay=DELAY * (10 if crawl else 1 if left > 0.5 else 3 if left > 0.2 else 10))
 
 
 def _account(fleet: Fleet, tokens: dict[str, int], figures: Figures) -> None:
@@ -245,7 +295,7 @@ def _account(fleet: Fleet, tokens: dict[str, int], figures: Figures) -> None:
         figures.lost = len(tokens)
         return
     rejected = {reject.split(":")[0] for reject in report["rejects"]}
-    figures.rejected = len(rejected)
+    figures.rejected, figures.copies = len(rejected), report["duplicated"]
     if rejected:
         figures.notes.append(f"rejected: {report['rejects'][:5]}")
     folder = fleet.folder / "runs" / RUN

@@ -1,4 +1,5 @@
-"""Exactly once, through every fault: 30 of them here, the rest of ``make test-faults`` at night."""
+"""Exactly once, through every fault: 30 of them here, the rest of ``make test-faults`` at night, and with them those
+that take minutes."""
 
 from __future__ import annotations
 
@@ -15,21 +16,23 @@ from fleetengine import Fleet
 from hosts import LabHost
 
 HOSTS, FAULTS, SAMPLES = 4, 30, 1200
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 7))]
+ROUNDS = [(0, False), *(pytest.param(seed, True, marks=pytest.mark.nightly) for seed in range(1, 7))]
+KINDS, LONG_KINDS = 10, 2
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("seed", "is_long"), ROUNDS)
 def test_every_sample_is_there_once_and_right(
-    tmp_path: Path, start_hosts: Callable[[int], list[LabHost]], seed: int
+    tmp_path: Path, start_hosts: Callable[[int], list[LabHost]], seed: int, is_long: bool
 ) -> None:
     hosts = make_hosts(start_hosts, HOSTS)
     fleet = Fleet(tmp_path, [host.lab for host in hosts])
     fleet.write_inventory(capture=CAPTURE_CONFIG)
-    figures = play(fleet, hosts, seed, FAULTS, SAMPLES)
+    figures = play(fleet, hosts, seed, FAULTS, SAMPLES, is_long=is_long)
     record(seed, asdict(figures))
     assert (figures.lost, figures.duplicated, figures.corrupt, figures.tool_hangs) == (0, 0, 0, 0), figures
     assert figures.rejected == 0, figures
-    assert figures.faults == FAULTS
+    assert figures.faults == sum(figures.kinds.values()) == FAULTS
+    assert len(figures.kinds) == KINDS + LONG_KINDS * is_long, "every kind is among them"
 
 
 def record(seed: int, figures: dict[str, object]) -> None:

@@ -1,4 +1,5 @@
-"""A server that dies in the middle of a run is diagnosed, launched again by the controller, and the run ends whole."""
+"""A server that dies in the middle of a run is diagnosed, launched again by the controller, and the run ends whole; one
+that is only silent is diagnosed too, and left alone."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def host(start_hosts: Callable[[int], list[LabHost]]) -> CaptureHost:
 @pytest.fixture
 def fleet(tmp_path: Path, host: CaptureHost) -> Fleet:
     made = Fleet(tmp_path, [host.lab])
-    made.write_inventory(capture=CAPTURE_CONFIG)
+    made.write_inventory(capture=CAPTURE_CONFIG, patience={"serving": 4})
     write_data(tmp_path / "data.jsonl", SAMPLES)
     return made
 
@@ -67,3 +68,26 @@ def test_a_killed_server_comes_back_and_the_run_ends_whole(fleet: Fleet, host: C
     assert line.verdict.startswith("LAUNCHER_DIED: ")
     audit = fleet.run("audit", "--json").out
     assert '"verb": "restart"' in audit
+
+
+def test_a_silent_server_that_no_diagnosis_convicts_is_told_and_left_alone(fleet: Fleet, host: CaptureHost) -> None:
+    """Its requests take for ever and nothing shows why: it lives until somebody ends it, and then it comes back."""
+    extract = fleet.start(*EXTRACT, UNCHECKED)
+    wait_for(lambda: host.progress("r").get("done", 0) >= 4, SECONDS)
+    host.set(delay=3600.0)
+    wait_for(lambda: list(host.lab.path("/lab-state").glob("*/diagnoses/*")), SECONDS)
+    assert extract.poll() is None
+    host.set(delay=0.0)
+    assert host.lab.count("standin_tap.py") == 1
+    host.signal("standin_tap.py")
+    out, err = extract.communicate(timeout=SECONDS)
+    assert extract.returncode == 0, out + err
+    told = "main: not restarted: nothing proves that it cannot go on by itself; it is looked at again when it has been"
+    places = [
+        err.index(words) for words in ("nothing has come from the server for", told, "the server died", "ready in")
+    ]
+    assert places == sorted(places), err
+    assert "next: fleetdump restart --host" in err
+    assert collected(fleet) == (len(SAMPLES), 0, 0, 0)
+    (line,) = restarts(host)
+    assert line.verdict.startswith("LAUNCHER_DIED: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,13 +18,14 @@ from fleetdump.agent import procfs
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.drive import start_driver
 from fleetdump.agent.formats import RestartLine
+from fleetdump.agent.gate import Silence
 from fleetdump.agent.launch import launch
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.restart import restart
 from fleetdump.agent.runmessages import RunProgress
 from fleetdump.agent.server import load_record, save_record
 from fleetdump.agent.servermessages import LaunchArgs, RestartArgs, RunRestart, StopArgs
-from fleetdump.agent.share import RESTARTS, Share, note_restart, restarts_of
+from fleetdump.agent.share import RESTARTS, Share, ShareSpec, note_restart, restarts_of
 from fleetdump.agent.specs import CaptureSpec, ServerSpec
 from fleetdump.agent.stop import stop
 from tests.unit.test_restart import environ
@@ -133,6 +135,81 @@ def test_of_a_share_that_nobody_works_on_no_server_is_said_to_be_dead(host: Stan
     assert says(share, "", "")
 
 
+# --------------------------------------------------------------------------- a server that lives and gives nothing
+def test_a_silence_is_told_when_it_is_longer_than_what_the_server_has_taken_before() -> None:
+    silence = Silence()
+    assert [silence.unusual(at, "L1") for at in (10.0, 12.0)] == [0.0, 2.0]
+    silence.ends(13.0)
+    assert [silence.unusual(at, "L1") for at in (13.0, 28.0, 29.0)] == [0.0, 0.0, 16.0]
+    assert silence.unusual(30.0, "") == 0.0, "nothing is owed any more"
+    silence.ends(90.0)
+    assert [silence.unusual(at, "L1") for at in (100.0, 120.0)] == [0.0, 20.0], "it counts from the next request on"
+    assert [silence.unusual(at, "L2") for at in (120.0, 121.0)] == [0.0, 1.0], "another launch owes what it was sent"
+
+
+def test_a_driver_tells_that_nothing_comes_and_suspects_what_was_in_flight_when_that_launch_is_replaced(
+    host: StandIn,
+) -> None:
+    """The controller's restart notes a stop of the launch, and yet it is no operator's: it hung with these samples."""
+    host.set_faults(delay=0.05)
+    host.start()
+    share = host.share({f"a{n:02}": 10 for n in range(30)}, token_budget=30)
+    start_driver(host.state, share)
+    wait_for(lambda: len(manifest_of(share)) >= 3, SECONDS)
+    host.set_faults(delay=3600.0)
+    wait_for(lambda: share.progress().silent_seconds > 2.0, SECONDS)
+    progress, hung = share.progress(), host.launch_id
+    assert (progress.silent_launch, progress.dead_launch, progress.suspect) == (hung, "", "")
+    in_flight = progress.in_flight
+    assert in_flight == 3
+    note_restart(share.root.parent, RestartLine("main", hung, "RANK_SPIN: rank 0 spins", "", "me@laptop", 1.0))
+    record = load_record(host.state, "main")
+    assert record is not None
+    save_record(host.state, replace(record, stopped_at=1.0))
+    host.kill()
+    wait_for(partial(says, share, hung, ""), SECONDS)
+    assert share.progress().silent_launch == ""
+    host.set_faults(delay=0.05)
+    host.start()
+    wait_for(lambda: share.progress().state == "done", SECONDS)
+    assert len(manifest_of(share)) == 30
+    assert host.process is not None
+    again = [line for line in host.requests() if line[1] == "2"]
+    assert (len(again), {beside for *_, beside in again}) == (in_flight, {"0"}), "one at a time"
+
+
+def test_the_sample_that_is_alone_with_a_silent_server_is_named(host: StandIn) -> None:
+    host.set_faults(delay=3600.0)
+    host.start()
+    share = host.share({"a0": 30, "a1": 10})
+    start_driver(host.state, share)
+    wait_for(lambda: share.progress().silent_seconds > 1.0, SECONDS)
+    assert share.progress().suspect == "", "two are in flight"
+    host.kill()
+    host.start()
+    wait_for(lambda: share.progress().suspect in ("a0", "a1"), SECONDS)
+    assert (share.progress().silent_launch, share.progress().dead_launch) == (host.launch_id, "")
+
+
+def test_a_server_that_was_ready_and_answers_nobody_is_silent_to_a_driver_that_comes_later(host: StandIn) -> None:
+    host.start()
+    record = load_record(host.state, "main")
+    assert record is not None
+    host.kill()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        mine = procfs.start_time(os.getpid()) or 0
+        record = replace(record, pid=os.getpid(), start_time=mine, port=port, ready=False)
+        save_record(host.state, record)
+        share = host.share({"a": 10})
+        start_driver(host.state, share)
+        wait_for(lambda: "does not answer" in share.progress().detail, SECONDS)
+        assert share.progress().silent_launch == "", "whoever starts it watches it"
+        save_record(host.state, replace(record, ready=True))
+        wait_for(lambda: share.progress().silent_launch == record.launch_id, SECONDS)
+
+
 # --------------------------------------------------------------------------- the count
 @pytest.mark.parametrize(
     ("lines", "count"),
@@ -215,6 +292,34 @@ def test_what_an_operator_did_meanwhile_stays(server: ServerSpec, ctx: AgentCont
     assert by in caught.value.error.why
     assert procfs.is_alive(pid) == (by == "launched again")
     assert restarts_of(ctx.state.root / "runs/r", "main") == 0
+
+
+@pytest.mark.parametrize("still_silent", [True, False])
+def test_a_server_that_lives_is_replaced_only_while_nothing_comes_from_it(
+    server: ServerSpec, ctx: AgentContext, still_silent: bool
+) -> None:
+    before = launch(LaunchArgs(server), ctx).state.launch_id
+    pid = listening(ctx)
+    share = Share(ctx.state.share("r", "main"))
+    share.save_spec(ShareSpec("r", "main", "sha", 1, CaptureSpec([1], "/hs"), 0, 100, 3, "", "", "", 1.0))
+    driver = share.claim()
+    assert driver is not None
+    with driver:
+        silent = before if still_silent else ""
+        share.save_progress(RunProgress("r", "main", "running", silent_launch=silent, silent_seconds=70.0))
+        args = in_run(ctx, before, hangs=True)
+        if still_silent:
+            assert restart(args, ctx).launched.state.launch_id != before
+        else:
+            with pytest.raises(AgentFailure, match="the server is left alone"):
+                restart(args, ctx)
+    assert procfs.is_alive(pid) != still_silent
+    assert restarts_of(ctx.state.root / "runs/r", "main") == int(still_silent)
+
+
+def test_one_that_was_taken_to_hang_and_died_meanwhile_is_restarted(server: ServerSpec, ctx: AgentContext) -> None:
+    before = killed(ctx, server)
+    assert restart(in_run(ctx, before, hangs=True), ctx).launched.state.launch_id != before
 
 
 # --------------------------------------------------------------------------- what a dead server's record lacks

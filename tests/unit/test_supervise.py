@@ -1,4 +1,4 @@
-"""What a controller does about a server that died: when it restarts it, how often, and what it leaves alone."""
+"""What a controller does about a server that died or hangs: when it restarts it, how often, what it leaves alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from fleetdump.agent.runmessages import RunProgress
 from fleetdump.agent.servermessages import RunRestart
+from fleetdump.agent.specs import Patience
 from fleetdump.diagnosis import Verdict
 from fleetdump.errors import FleetdumpError, HostError, LockedError, UnreachableError
 from fleetdump.fleet import Host
@@ -31,7 +32,9 @@ class Servers:
     stopped: list[str] = field(default_factory=list)
     evidence: FleetdumpError | None = None
     latest: str = ""
-    config: Any = field(default_factory=lambda: SimpleNamespace(name="gpu01"))
+    verdicts: list[Verdict] = field(default_factory=lambda: [VERDICT])
+    looks: int = 0
+    config: Any = field(default_factory=lambda: SimpleNamespace(name="gpu01", patience=Patience(serving=60.0)))
 
     @property
     def host(self) -> Host:
@@ -42,9 +45,10 @@ class Servers:
         return SimpleNamespace(servers=[SimpleNamespace(name="main", launch_id=self.latest)])
 
     def diagnose(self, _: Host, target: Any) -> list[Diagnosis]:
+        self.looks += 1
         if self.evidence is not None:
             raise self.evidence
-        return [Diagnosis(target.server, [VERDICT], "/diagnoses/1")]
+        return [Diagnosis(target.server, self.verdicts, "/diagnoses/1")]
 
     def restart(self, _: Host, server: str, why: RunRestart, *__: Any) -> Restarted:
         self.asked.append(why)
@@ -89,7 +93,7 @@ def dead(launch_id: str = "L1", **changes: Any) -> RunProgress:
 
 
 def see_to(told: Told, servers: Servers, progress: RunProgress) -> None:
-    told.supervisor.bring_back(supervise._Death.of(servers.host, progress))
+    told.supervisor.bring_back(supervise._Death.of(servers.host, progress, 0.0))
 
 
 def test_the_dead_server_is_diagnosed_and_restarted_in_the_runs_name(servers: Servers) -> None:
@@ -247,3 +251,151 @@ def test_one_that_could_not_be_reached_is_not_left(servers: Servers) -> None:
     told.supervisor.note(servers.host, dead())
     wait_for(lambda: told.supervisor._treated == {}, 60.0)
     assert not told.supervisor.is_left_dead("gpu01", dead())
+
+
+# --------------------------------------------------------------------------- a server that lives and gives nothing
+SPIN = Verdict("RANK_SPIN", "a request never ends: rank 1 spins in Python", "direct", rank=1)
+CRASHED = Verdict("RANK_CRASHED", "rank 1 raised", "direct", rank=1)
+GONE = Verdict("API_ALIVE_ENGINE_DEAD", "rank 1 is dead; the HTTP server still answers", "direct", rank=1)
+FULL = Verdict("DISK_FULL", "the disk of the log is full", "measured")
+
+
+def silent(seconds: float, launch_id: str = "L1", **changes: Any) -> RunProgress:
+    return dead("", silent_launch=launch_id, silent_seconds=seconds, **changes)
+
+
+@dataclass
+class Silent:
+    """A supervisor that is told of one silence which began at 0 by its clock."""
+
+    told: Told
+    servers: Servers
+    began: float = 0.0
+
+    def lasts(self, seconds: float, **changes: Any) -> None:
+        """Its driver tells; until what comes of it is done."""
+        self.told.supervisor.clock = lambda: self.began + seconds
+        self.told.supervisor.note(self.servers.host, silent(seconds, **changes))
+        wait_for(lambda: not self.told.supervisor._busy, 60.0)
+
+
+def test_a_server_of_which_a_rank_is_dead_is_restarted_though_its_launcher_lives(servers: Servers) -> None:
+    servers.verdicts = [FULL, GONE]
+    silence = Silent(supervised(), servers)
+    silence.lasts(59.0)
+    assert servers.looks == 0, "a batch may take so long"
+    silence.lasts(60.0)
+    said = "API_ALIVE_ENGINE_DEAD: rank 1 is dead; the HTTP server still answers"
+    assert servers.asked == [RunRestart("r", "L1", said, hangs=True)]
+    for words in ("nothing has come from the server for 60 s", "/diagnoses/1", "(1 of 2 in this run)", "ready in"):
+        assert words in silence.told.text
+
+
+@pytest.mark.parametrize("verdict", [SPIN, CRASHED])
+def test_that_a_server_hangs_must_be_seen_twice_in_one_silence(servers: Servers, verdict: Verdict) -> None:
+    servers.verdicts = [verdict]
+    silence = Silent(supervised(), servers)
+    for seconds in (60.0, 61.0, 159.0):
+        silence.lasts(seconds)
+    assert (servers.looks, servers.asked) == (1, [])
+    assert "that it hangs must be seen twice; it is looked at again when it has been silent for 160 s" in (
+        silence.told.text
+    )
+    silence.lasts(160.0)
+    assert [why.hangs for why in servers.asked] == [True]
+
+
+@pytest.mark.parametrize("began", [0.0, 500.0])
+def test_a_look_at_an_earlier_silence_proves_nothing(servers: Servers, began: float) -> None:
+    servers.verdicts = [SPIN]
+    silence = Silent(supervised(), servers)
+    silence.lasts(60.0)
+    silence.began = began
+    silence.lasts(170.0)
+    assert len(servers.asked) == (0 if began else 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Verdict("BUSY_NOT_HUNG", "busy", "measured", "wait"),) * 2,
+        (Verdict("UNKNOWN", "the cause is not known", "pattern"),) * 2,
+        (Verdict("RANK_SPIN", "it may spin", "pattern", rank=1),) * 2,
+        (Verdict("API_ALIVE_ENGINE_DEAD", "the log says so", "log only", rank=1),) * 2,
+        (Verdict("STOPPED_PROCESS", "rank 1 is stopped and goes on after a SIGCONT", "direct", rank=1),) * 2,
+        (FULL, FULL),
+        (SPIN, Verdict("RANK_SPIN", "rank 0 spins", "direct", rank=0)),
+        (SPIN, Verdict("HEALTHY", "the server is healthy and works", "direct", "ok")),
+    ],
+)
+def test_what_does_not_prove_it_is_told_and_restarts_nothing(servers: Servers, first: Verdict, second: Verdict) -> None:
+    silence = Silent(supervised(), servers)
+    for seconds, verdict in ((60.0, first), (160.0, second), (200.0, second)):
+        servers.verdicts = [verdict]
+        silence.lasts(seconds)
+    assert (servers.looks, servers.asked) == (2, [])
+    assert f"{second.title} ({second.code}, confidence: {second.confidence})" in silence.told.text
+    assert not silence.told.supervisor.is_left_dead("gpu01", silent(200.0)), "it may go on"
+
+
+@pytest.mark.parametrize(
+    ("between", "asked"),
+    [
+        (Verdict("UNKNOWN", "the log has a new line", "pattern"), 1),
+        (Verdict("BUSY_NOT_HUNG", "11 s of silence are too few to call it hung", "pattern", "wait"), 1),
+        (Verdict("BUSY_NOT_HUNG", "the server is busy with long requests", "measured", "wait"), 0),
+    ],
+)
+def test_a_look_at_which_it_worked_takes_an_earlier_one_back(servers: Servers, between: Verdict, asked: int) -> None:
+    silence = Silent(supervised(), servers)
+    for seconds, verdict in ((60.0, SPIN), (160.0, between), (360.0, SPIN)):
+        servers.verdicts = [verdict]
+        silence.lasts(seconds)
+    assert (servers.looks, len(servers.asked)) == (3, asked)
+
+
+def test_what_explains_it_from_outside_keeps_a_hang_from_a_restart(servers: Servers) -> None:
+    servers.verdicts = [FULL, SPIN]
+    silence = Silent(supervised(), servers)
+    silence.lasts(60.0)
+    silence.lasts(160.0)
+    assert servers.asked == []
+
+
+def test_without_evidence_what_lives_is_not_restarted(servers: Servers) -> None:
+    servers.evidence = HostError("no space left on the device", "gpu01")
+    silence = Silent(supervised(), servers)
+    silence.lasts(60.0)
+    silence.lasts(160.0)
+    assert (servers.looks, servers.asked) == (2, [])
+
+
+def test_a_hanging_server_is_restarted_so_many_times_and_then_left(servers: Servers) -> None:
+    servers.verdicts = [GONE]
+    silence = Silent(supervised(1), servers)
+    silence.lasts(60.0, restarts=1)
+    silence.lasts(900.0, restarts=1)
+    assert (servers.looks, servers.asked) == (1, [])
+    assert "not restarted: it was restarted 1 times in this run" in silence.told.text
+    assert silence.told.supervisor.is_left_dead("gpu01", silent(900.0))
+
+
+def test_a_server_that_answers_again_when_its_turn_comes_is_left_alone_and_looked_at_again(servers: Servers) -> None:
+    servers.verdicts, servers.outcomes = [GONE], [Restarted("main", "failed", "the server is left alone")]
+    silence = Silent(supervised(), servers)
+    silence.lasts(60.0)
+    assert "the server is left alone" in silence.told.text
+    assert not silence.told.supervisor.is_left_dead("gpu01", silent(61.0))
+    for seconds, looks in ((61.0, 1), (159.0, 1), (160.0, 2)):
+        silence.lasts(seconds)
+        assert servers.looks == looks
+
+
+def test_one_that_dies_after_all_is_seen_to(servers: Servers) -> None:
+    """SGLang ends itself when a batch has taken too long."""
+    servers.verdicts = [Verdict("UNKNOWN", "the cause is not known", "pattern")]
+    silence = Silent(supervised(), servers)
+    silence.lasts(60.0)
+    silence.told.supervisor.note(servers.host, dead())
+    wait_for(lambda: "ready in" in silence.told.text, 60.0)
+    assert servers.asked == [RunRestart("r", "L1", "UNKNOWN: the cause is not known")]
