@@ -19,7 +19,7 @@ SERVER_ROLES = frozenset({
 FIRST_RANK_MARKS = frozenset({"scheduler ready"})
 """Marks that only rank 0 logs."""
 _TP = re.compile(r"TP(\d+)")
-_RANK_DIED = re.compile(r"Rank (\d+) scheduler")
+_RANK_DIED = re.compile(r"Rank (\d+) scheduler|Subprocess scheduler_(\d+) ")
 _SPAWNED = re.compile(r"multiprocessing[. ](?:spawn|forkserver)|--multiprocessing-fork")
 _KILLED = re.compile(r"(?<![\w.])-9\b|\bSIGKILL\b|\bsignal 9\b")
 """How Python and those who write its exit codes down call a child that was killed."""
@@ -203,8 +203,10 @@ class Members(Answers):
     def crash_rank(self) -> int | None:
         """The rank that is to blame for the first exception. One that only lost its peer is not."""
         named = _RANK_DIED.search(self.evidence.log.troubles.get("rank_died", ""))
-        if named:
+        if named and named[1]:
             return int(named[1])
+        if named and not any("DP" in rank.label for rank in self.evidence.log.ranks):
+            return self.local_ranks.start + int(named[2])  # with replicas it is the process that started them
         match = _TP.search(self.evidence.log.crash_label)
         if not match:
             return None

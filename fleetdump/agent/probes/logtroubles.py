@@ -24,7 +24,9 @@ TROUBLES: Tuple[Tuple[str, re.Pattern[str]], ...] = tuple(
     for name, *texts in (
         ("proxy_refused", r"Response \[(?:403|407|50[234])\]", r"\b(?:403|407|50[234]) .{0,60}for url",
          "ProxyError", "Tunnel connection failed", "Proxy Authentication Required"),
-        ("rank_died", r"Rank \d+ scheduler (?:died|is dead)"),
+        # By a signal that nobody raises at himself: who only lost his peer leaves by another way.
+        ("rank_died", r"Rank \d+ scheduler (?:died|is dead)",
+         r"Subprocess scheduler_\d+ \(pid=\d+\) crashed with exit code -(?:7|9|11)\b"),
         ("shm_failed", r"(?i:(?:creat|extend|truncat|posix_fallocate)\w*.{0,60}(?:shared memory|/dev/shm))",
          r"(?i:/dev/shm.{0,80}(?:fail|error|no space))",
          r"No space left on device: '?/(?:dev/shm/|psm_|sem\.|torch_|nccl-)",

@@ -256,10 +256,15 @@ def test_several_dead_ranks_name_none() -> None:
     assert "ranks 1, 2 are dead; the launcher waits for them" in best.title
 
 
-def test_launcher_s_own_word_names_the_rank_that_died_first() -> None:
-    e = b.server(
-        2, troubles={"rank_died": "RuntimeError: Rank 1 scheduler died during initialization (exit code: -9)."}
-    )
+@pytest.mark.parametrize(
+    "word",
+    [
+        "RuntimeError: Rank 1 scheduler died during initialization (exit code: -9).",
+        "Subprocess scheduler_1 (pid=20468) crashed with exit code -9. Triggering SIGQUIT for cleanup...",
+    ],
+)
+def test_launcher_s_own_word_names_the_rank_that_died_first(word: str) -> None:
+    e = b.server(2, troubles={"rank_died": word})
     b.lose(e, 0)
     b.lose(e, 1)
     assert (diagnose(e)[0].code, diagnose(e)[0].rank) == ("PARENT_WAITS_DEAD_RANK", 1)

@@ -197,6 +197,7 @@ def test_a_server_without_parent_is_an_orphan(monkeypatch: pytest.MonkeyPatch) -
         ("[Errno 99] error while attempting to bind on address ('198.51.100.7', 8000)", "cannot_bind"),
         ("Fatal Python error: Bus error", "bus_error"),
         ("Rank 1 scheduler died during initialization (exit code: -9).", "rank_died"),
+        ("Subprocess scheduler_1 (pid=20468) crashed with exit code -9. Triggering SIGQUIT", "rank_died"),
     ],
 )  # fmt: skip
 def test_known_troubles(line: str, name: str) -> None:
@@ -208,6 +209,7 @@ def test_known_troubles(line: str, name: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        "Subprocess scheduler_0 (pid=20467) crashed with exit code -3. Triggering SIGQUIT for cleanup...",
         "Load weight begin. avail mem=9 GB",
         "max_total_num_tokens=100",
         'INFO: "GET /health HTTP/1.1" 200 OK',
