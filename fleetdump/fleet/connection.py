@@ -178,9 +178,10 @@ _gates: dict[tuple[str, int], threading.BoundedSemaphore] = {}
 
 
 def _fabric_config() -> fabric.Config:
-    """Fabric's and ssh's configuration files, read once a process; never modified after."""
+    """A connection's own copy of Fabric's and ssh's configuration, whose files are read once a process: a connection
+    writes into its configuration, and while it does so another thread would find it empty."""
     with _shared:
-        return _read_fabric_config()
+        return _read_fabric_config().clone()
 
 
 @functools.cache
