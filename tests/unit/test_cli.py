@@ -281,9 +281,9 @@ def test_an_interrupted_watch_of_an_empty_host_says_that_it_is_empty_and_no_more
     host = {"connection": "local", "agent_python": sys.executable, "state_dir": str(tmp_path / "state")}
     (tmp_path / "inventory.yaml").write_text(json.dumps({"hosts": {"here": host}}))
     command = [sys.executable, "-m", "fleetdump", "watch"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as watch:
-        assert watch.stderr is not None
-        assert watch.stderr.readline() == "here nothing of ours runs there\n"
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as watch:
+        assert watch.stdout is not None
+        assert watch.stdout.readline() == "here nothing of ours runs there\n"
         watch.send_signal(signal.SIGINT)
-        assert watch.stderr.read() == ""
+        assert watch.stdout.read() == ""
     assert watch.returncode == 130
