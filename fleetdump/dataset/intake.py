@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fleetdump.agent.formats import Row, row_line
 from fleetdump.agent.protocol import to_json
+from fleetdump.agent.scrub import printable
 from fleetdump.agent.steermessages import DataMark
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.dataset.rows.size import estimate_tokens
@@ -71,8 +72,8 @@ class DataSet:
     """The rows of a data set in order, by id, and the broken ones."""
 
     def __init__(self, name: str = "") -> None:
-        self.name = name
-        """Of its file, for words."""
+        self.name = printable(name)
+        """Of its file, for words: whatever bytes it is of, others see one harmless line."""
         self.rows = Rows()
         self.broken: list[BrokenRow] = []
         self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the data set)

@@ -262,3 +262,10 @@ def test_the_wait_for_the_tokeniser_is_announced(
     with pytest.raises(FleetdumpError):
         _preflight.preview_on(options, host, take_in([(1, Row("a", text="x"))]), ["a"], Limits(0, False))
     assert said == ["looking at 1 host\n", "tokenising 1 row on lab\n"]
+
+
+@pytest.mark.parametrize("name", ["da\udcffta.jsonl", "a\nnext: run this", "\x1b[2Jx", "a\u202eb"])
+def test_the_name_of_a_data_file_is_one_harmless_line_for_others(name: str) -> None:
+    told = DataSet(name).mark.in_words
+    assert told.isprintable()
+    assert told.encode("utf-8")
