@@ -27,6 +27,7 @@ from fleetdump.agent.jsonl import read_small, replacing, write_json, writer_live
 from fleetdump.agent.procfs import is_alive, start_time
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import read_advice, read_record
+from fleetdump.agent.times import utc
 
 RECORD = "controller.json"
 CODE = "code"
@@ -136,10 +137,11 @@ def _require_none(folder: Path) -> None:
     by_hand = f"end the process that works in {folder} (its log is controller.log there), then remove that file"
     record = read_record(ControllerRecord, folder / RECORD, by_hand)
     if record is not None and is_alive(record.pid, record.start_time):
+        since = utc(record.started_at)
         raise AgentFailure(
             "conflict",
             f"a controller of run {folder.name} lives here already",
-            where=f"pid {record.pid}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(record.started_at))} UTC",
+            where=f"pid {record.pid}" + (f", since {since}" if since else ""),
             next_step=f"fleetdump attach --run {folder.name} watches the run; pause and cancel are given as ever",
         )
 

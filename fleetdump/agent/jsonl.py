@@ -28,8 +28,9 @@ SMALL = 16 << 20
 
 
 def open_plain(path: str, flags: int) -> int:
-    """Opener (of ``open``) for plain files alone: the other end of a pipe is not waited for. Raises ``OSError``."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    """Opener (of ``open``) for plain files alone: the other end of a pipe is not waited for. What it creates is 0600.
+    Raises ``OSError``."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a plain file", path)
@@ -148,6 +149,15 @@ def write_all(file: BinaryIO, data: Any) -> None:
         view = view[file.write(view) :]
 
 
+def create_anew(path: Path, mode: int = 0o600) -> int:
+    """The descriptor of a new file at ``path``, for its one writer. What is there is removed, be it the file of a
+    process that died, a pipe or a link: it is neither opened nor followed. Raises ``OSError`` that names the path,
+    ``IsADirectoryError`` for a folder, which is left."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+
 @contextlib.contextmanager
 def replacing(
     path: Path, *, mode: int = 0o600, durable: bool = True, temporary: Optional[Path] = None
@@ -155,11 +165,10 @@ def replacing(
     """A new file, written in the block, that takes the place of ``path`` at once when the block has ended; ``durable``:
     fsynced, and its directory too. When anything fails ``path`` is as it was and nothing of the new file stays, so that
     a full disk is not kept full. ``temporary`` is its name until then (by default with our pid), ``mode`` as of
-    ``os.open``."""
+    ``os.open``; see ``create_anew`` for what is in its place."""
     temporary = temporary or path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+        with os.fdopen(create_anew(temporary, mode), "wb") as file:
             yield file
             file.flush()
             if durable:

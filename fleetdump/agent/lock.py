@@ -12,6 +12,8 @@ import errno
 import fcntl
 import json
 import os
+import re
+import shlex
 import shutil
 import sys
 import time
@@ -21,7 +23,7 @@ from typing import Callable, Dict, Iterator, Optional
 
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.jsonl import read_small, writer_lives
-from fleetdump.agent.procfs import is_alive, start_time
+from fleetdump.agent.procfs import fd_targets, is_alive, read_text, start_time
 from fleetdump.agent.protocol import AgentFailure, from_json, to_json
 from fleetdump.agent.records import NOT_WRITABLE, UNREADABLE, naming
 
@@ -29,8 +31,12 @@ BELIEVABLE_SECONDS = 10 * 365 * 86400.0
 """A lock that claims to be older is not told its age: its clock, or the file, is wrong."""
 
 POLL_SECONDS = 0.5
+GUARD_SECONDS = 30.0
+"""Another taker has the guard for moments: one that has it for so long hangs, or is stopped."""
+GUARD_POLL_SECONDS = 0.05
 HOLDER = "holder.json"
 GUARD = "lock.guard"
+_FLOCK = re.compile(r"\d+: FLOCK +\S+ +\S+ +(?P<pid>\d+) (?P<major>[0-9a-f]+):(?P<minor>[0-9a-f]+):(?P<inode>\d+) ")
 _kept: Dict[str, int] = {}
 """The descriptors whose ``flock`` says that this process holds a lock, by the lock's path."""
 
@@ -118,12 +124,40 @@ def is_held(directory: Path) -> bool:
 
 def damage(directory: Path) -> str:
     """What is wrong with the place of the lock, in words; empty when nothing is."""
-    guard = directory.with_name(GUARD)
     if directory.is_symlink():
         return f"in its place is a symbolic link to {os.readlink(str(directory))}"
     if directory.exists() and not directory.is_dir():
         return "in its place is a file"
+    return guard_damage(directory.with_name(GUARD))
+
+
+def guard_damage(guard: Path) -> str:
+    """What is wrong with the guard of a place, in words; empty when nothing is."""
+    if guard.is_symlink():
+        return f"{guard} is a symbolic link"
     return f"{guard} is a folder" if guard.is_dir() else ""
+
+
+def flock_holder(path: Path) -> int:
+    """The process of this host that has an ``flock`` on the file, as the kernel says; 0 when none does, or when that
+    cannot be told for sure (a process of another user, or of another container)."""
+    with contextlib.suppress(OSError):
+        stat = os.stat(str(path))
+        wanted = (os.major(stat.st_dev), os.minor(stat.st_dev), stat.st_ino)
+        for found in map(_FLOCK.match, (read_text("/proc/locks") or "").splitlines()):
+            if found and (int(found["major"], 16), int(found["minor"], 16), int(found["inode"])) == wanted:
+                pid = int(found["pid"])
+                return pid if _has_open(pid, stat) else 0
+    return 0
+
+
+def _has_open(pid: int, file: os.stat_result) -> bool:
+    """Who took a lock may have left it to a child and ended: then its number is nobody's, or another's."""
+    for descriptor in fd_targets(pid):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), file):
+                return True
+    return False
 
 
 def read_holder(directory: Path) -> Optional[Holder]:
@@ -212,13 +246,45 @@ def _put(ready: Path, directory: Path) -> bool:
 
 @contextlib.contextmanager
 def takeover_guard(directory: Path) -> Iterator[None]:
-    """One taker at a time, else the second could remove the lock that the first has just put in a dead one's place."""
-    descriptor = os.open(str(directory.with_name(GUARD)), os.O_RDWR | os.O_CREAT, 0o600)
+    """One taker at a time, else the second could remove the lock that the first has just put in a dead one's place.
+    Raises ``AgentFailure`` failed when another has the guard for ``GUARD_SECONDS``, or when something else is there."""
+    guard = directory.with_name(GUARD)
+    wrong = guard_damage(guard)
+    if wrong:
+        away = f"mv {shlex.quote(str(guard))} {shlex.quote(str(guard))}.old"
+        next_step = f"see what it is, then move it away: {away}"
+        raise AgentFailure("failed", f"{directory.name} cannot be taken", str(directory), wrong, next_step)
+    descriptor = os.open(str(guard), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _wait_for_guard(descriptor, guard)
         yield
     finally:
         os.close(descriptor)
+
+
+def _wait_for_guard(descriptor: int, guard: Path) -> None:
+    give_up = time.monotonic() + GUARD_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                raise _hung(guard) from None
+        time.sleep(GUARD_POLL_SECONDS)
+
+
+def _hung(guard: Path) -> AgentFailure:
+    pid = flock_holder(guard)
+    end = (
+        f"see what it does (ps -fp {pid}) and end it (kill -9 {pid})" if pid else "end that process (lslocks names it)"
+    )
+    return AgentFailure(
+        "failed",
+        f"{guard.name} was not given back within {GUARD_SECONDS:.0f} s",
+        where=str(guard),
+        why=f"{f'process {pid}' if pid else 'a process'} has the lock of that file, which is one of moments",
+        next_step=f"{end}, then give the command again",
+    )
 
 
 def release(directory: Path) -> None:

@@ -166,10 +166,12 @@ _CODE_OF_ERRNO = {
     errno.EACCES: "permission",
     errno.EPERM: "permission",
     errno.EROFS: "permission",
+    errno.EISDIR: "failed",
 }
 _NEXT_STEP = {
     "disk_full": "free space on that file system, then run the command again",
     "permission": "check the owner and mode of that path, or use another user or state_dir",
+    "failed": "see what is in that folder, then move it away: a file belongs in its place",
     "bug": "report this with the text above: it is a defect of fleetdump",
 }
 

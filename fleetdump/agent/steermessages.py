@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Optional
+
+from fleetdump.agent.times import utc
 
 
 @dataclass
@@ -18,8 +19,10 @@ class DataMark:
 
     @property
     def in_words(self) -> str:
-        """For people."""
-        return f"{self.name} ({self.samples} samples, SHA-256 {self.sha256[:12]})"
+        """For people; empty when it says nothing."""
+        if not self.sha256:
+            return self.name
+        return f"{self.name or 'data'} ({self.samples} samples, SHA-256 {self.sha256[:12]})"
 
 
 @dataclass
@@ -40,17 +43,27 @@ class Steering:
 
     @property
     def in_words(self) -> str:
-        """Who it is, where, since when, and with what."""
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
-        who = self.operator or "somebody"
-        return f"by {who} (process {self.pid} in {self.folder}) since {since}, with {self.data.in_words}"
+        """Who it is, where, since when, and with what; what is not known is left out."""
+        process = f"process {self.pid}" if self.pid > 0 else ""
+        where = " ".join(filter(None, [process, f"in {self.folder}" if self.folder else ""]))
+        since, data = utc(self.since), self.data.in_words
+        return (
+            f"by {self.operator or 'somebody'}"
+            + (f" ({where})" if where else "")
+            + (f" since {since}" if since else "")
+            + (f", with {data}" if data else "")
+        )
 
     def next_step(self, host: str) -> str:
         """What another who wants to drive the run can do; ``host`` is where this is known."""
+        holder = f"steering/{self.run}.json in its state directory (lslocks names it) and end that"
+        at_once = f"kill {self.agent_pid} on {host} takes it at once"
+        if self.agent_pid <= 1:  # to kill 0 or -1 would end whoever does it, and more
+            at_once = f"to take it at once, look on {host} which process locks {holder}"
         return (
             f"fleetdump attach --run {self.run} watches it; pause, resume, cancel and drain are given as ever. To drive"
             " it from here end that process. One whose machine sleeps or is gone loses its place in some 15 minutes;"
-            f" kill {self.agent_pid} on {host} takes it at once"
+            f" {at_once}"
         )
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import time
 from pathlib import Path
 from typing import BinaryIO, Iterator, List, Optional
 
 from fleetdump.agent.context import AgentContext, State
-from fleetdump.agent.jsonl import encode_line, writer_lives
-from fleetdump.agent.lock import takeover_guard
+from fleetdump.agent.jsonl import create_anew, encode_line, open_plain, writer_lives
+from fleetdump.agent.lock import flock_holder, takeover_guard
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import naming, read_advice
 from fleetdump.agent.steermessages import DataMark, SteerArgs, Steering, SteerResult
@@ -34,14 +35,18 @@ LINGER_SECONDS = 3.0
 
 def try_lock(path: Path) -> Optional[BinaryIO]:
     """An exclusive lock on the file, which the kernel drops when it is closed or the process ends, however it ends.
-    None when another process has it; does not wait."""
-    lock = open(path, "ab")  # noqa: SIM115 (outlives this call)
+    None when another process has it; does not wait. Raises ``OSError`` for what is no plain file, or a link."""
+    lock = open(path, "ab", opener=_open_own)  # noqa: SIM115 (outlives this call)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
         return None
     return lock
+
+
+def _open_own(path: str, flags: int) -> int:
+    return open_plain(path, flags | os.O_NOFOLLOW)
 
 
 class Turn:
@@ -75,6 +80,7 @@ def steer(args: SteerArgs, ctx: AgentContext) -> SteerResult:
         return SteerResult(0.0)
     if not args.controller:
         raise AgentFailure("usage", "a controller has to say which one it is")
+    _refuse_damage(path)
     ctx.state.directory(FOLDER)
     began = time.monotonic()
     with _in_place(path, _me(args, ctx)) as lock:
@@ -105,6 +111,18 @@ def _path(state: State, run: str) -> Path:
     return state.root / FOLDER / f"{run}.json"
 
 
+def _refuse_damage(path: Path) -> None:
+    """Raise ``AgentFailure`` failed when something is in the way of the place of a controller."""
+    folder = path.parent
+    wrong, why = path, "a folder is in its place" if path.is_dir() and not path.is_symlink() else ""
+    if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
+        wrong, why = folder, "no folder is in its place"
+    if why:
+        away = f"mv {shlex.quote(str(wrong))} {shlex.quote(str(wrong))}.old"
+        next_step = f"see what it is, then move it away: {away}"
+        raise AgentFailure("failed", f"run {path.stem} cannot be driven here", str(wrong), why, next_step)
+
+
 def _me(args: SteerArgs, ctx: AgentContext) -> Steering:
     data = args.data or DataMark("", 0, "")
     operator = ctx.request.operator
@@ -115,8 +133,8 @@ def _steering(path: Path) -> Optional[Steering]:
     """Who holds that place; None when nobody alive does."""
     if not writer_lives(path):
         return None
-    unknown = Steering(path.stem, "?", "", 0, "an unknown folder", DataMark("unknown data", 0, ""), 0.0, 0)
-    return read_advice(Steering, path) or unknown
+    known = read_advice(Steering, path)
+    return known or Steering(path.stem, "?", "", 0, "", DataMark("", 0, ""), 0.0, flock_holder(path))
 
 
 @contextlib.contextmanager
@@ -133,7 +151,8 @@ def _in_place(path: Path, me: Steering) -> Iterator[BinaryIO]:
         try:
             yield lock
         finally:
-            with contextlib.suppress(FileNotFoundError), takeover_guard(path):  # ``clean`` takes all of it away
+            # ``clean`` takes all of it away. Without the guard the file stays: once unlocked it says nothing.
+            with contextlib.suppress(FileNotFoundError, AgentFailure), takeover_guard(path):
                 if _is_there(lock, path):
                     path.unlink()
 
@@ -145,11 +164,9 @@ def _take(path: Path, me: Steering) -> Optional[BinaryIO]:
         if other is not None and other.controller != me.controller:
             return None
         fresh = path.with_name(f"{path.name}.{me.agent_pid}.tmp")
-        lock = try_lock(fresh)
-        if lock is None:
-            raise AgentFailure("bug", "the name of a process was taken", str(fresh))
+        lock = os.fdopen(create_anew(fresh), "wb")
         try:
-            lock.truncate(0)  # what a process of that number left
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.write(encode_line(me))
             lock.flush()
             os.replace(str(fresh), str(path))

@@ -51,7 +51,9 @@ def _remove_damage(directory: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(str(directory))
     guard = directory.with_name(GUARD)
-    if guard.is_dir():
+    if guard.is_symlink():
+        os.unlink(str(guard))
+    elif guard.is_dir():
         shutil.rmtree(str(guard))
 
 

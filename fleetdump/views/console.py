@@ -7,6 +7,7 @@ the terminal; ``quoted`` keeps it from being taken for markup or for lines of it
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +103,9 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``42s``, ``3m10s`` or ``2h05m``."""
+    """``42s``, ``3m10s`` or ``2h05m``; ``?`` for what is no number (a file of a host may say NaN)."""
+    if not math.isfinite(seconds):
+        return "?"
     whole = int(seconds)
     if whole < 60:
         return f"{whole}s"

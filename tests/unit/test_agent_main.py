@@ -132,6 +132,7 @@ class TestServe:
             (OSError(28, "No space left on device", "/x"), "disk_full"),
             (PermissionError(13, "Permission denied", "/x"), "permission"),
             (OSError(30, "Read-only file system", b"/x"), "permission"),
+            (IsADirectoryError(21, "Is a directory", "/x"), "failed"),
             (FileNotFoundError(2, "No such file", "/x"), "bug"),
             (ValueError("?"), "bug"),
         ],

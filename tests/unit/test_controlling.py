@@ -105,9 +105,14 @@ def test_one_that_is_started_lives_on_and_stands_in_the_way_of_another(state: St
     with pytest.raises(AgentFailure, match="lives here already") as refused:
         call(state, "again")
     assert refused.value.error.code == "conflict"
-    stop_controllers(state, ["r"])
+    assert ", since 20" in refused.value.error.where
     folder = state.root / "controllers/r"
     record = json.loads((folder / "controller.json").read_text())
+    (folder / "controller.json").write_text(json.dumps({**record, "started_at": 1e300}))
+    with pytest.raises(AgentFailure, match="lives here already") as refused:
+        call(state, "again")
+    assert refused.value.error.where == f"pid {started.pid}"
+    stop_controllers(state, ["r"])
     assert not is_alive(record["pid"], record["start_time"])
     assert [one.alive for one in controllers_of(state)] == [False]
 

@@ -95,7 +95,7 @@ def test_every_agent_module_is_either_shared_or_forbidden_to_the_controller() ->
     contract = text[text.index("the controller sees only the agent's shared modules") :].split("[[tool.")[0]
     forbidden = set(re.findall(r"fleetdump\.agent\.(\w+)", contract.partition("forbidden_modules")[2]))
     shared = {"protocol", "specs", "hostmessages", "patchmessages", "servermessages", "runmessages", "steermessages"}
-    shared |= {"formats", "jsonl", "tensorfile", "shardcheck", "unidiff", "scrub", "arguments"}
+    shared |= {"formats", "jsonl", "tensorfile", "shardcheck", "unidiff", "scrub", "arguments", "times"}
     shared |= {"evidence_types", "evidence_process", "evidence_engine", "evidence_host", "evidence_files"}
     agent = ROOT / "fleetdump" / "agent"
     modules = {path.stem for path in agent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}

@@ -211,6 +211,8 @@ def test_server_that_was_stopped_by_us_is_no_stall(launch) -> None:
     (verdict,) = diagnose(stand_in.collect())
     assert (verdict.code, verdict.severity) == ("NOT_RUNNING", OK)
     assert "stopped by fleetdump stop at 2026-11-30" in verdict.title
+    stand_in.target.stopped_at = 1e300
+    assert [one.title for one in diagnose(stand_in.collect())] == ["stopped by fleetdump stop"]
 
 
 def test_growing_log_and_memory_are_progress_and_need_no_tracing(launch) -> None:

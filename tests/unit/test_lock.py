@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,7 +119,12 @@ def _guard(directory: Path) -> None:
     directory.with_name("lock.guard").mkdir()
 
 
-@pytest.mark.parametrize("damage", [_file, _link, _dangling, _guard])
+def _guard_link(directory: Path) -> None:
+    (directory.parent / "elsewhere").mkdir()
+    directory.with_name("lock.guard").symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("damage", [_file, _link, _dangling, _guard, _guard_link])
 def test_what_stands_in_the_locks_place_is_named_and_unlock_removes_it(
     ctx: AgentContext, damage: Callable[[Path], None]
 ) -> None:
@@ -147,6 +153,69 @@ def test_a_folder_for_an_audit_log_is_named_before_anything_changes(tmp_path: Pa
             host.call(CleanArgs(), CleanResult, verb="clean")
     assert "Traceback" not in str(caught.value)
     assert "mv " in caught.value.next_step  # type: ignore[attr-defined]
+
+
+# --------------------------------------------------------------------------- the guard of a take-over
+FLOCK = """
+import fcntl, os, sys, time
+file = open(sys.argv[1], "ab")
+fcntl.flock(file, fcntl.LOCK_EX)
+if len(sys.argv) > 2 and os.fork():
+    os._exit(0)
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def flocked(path: Path, *more: str) -> Iterator[int]:
+    """Another process has the file's lock, until the end or until its stdin is closed; gives its pid."""
+    argv = [sys.executable, "-c", FLOCK, str(path), *more]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+
+
+def test_the_holder_of_a_lock_is_known_from_the_kernel(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert lock.flock_holder(path) == 0
+    with flocked(path) as pid:
+        assert lock.flock_holder(path) == pid
+        (tmp_path / "other").touch()
+        assert lock.flock_holder(tmp_path / "other") == 0
+    assert lock.flock_holder(path) == 0
+    with flocked(path, "as a child whose parent took it"):
+        assert lock.writer_lives(path)
+        assert lock.flock_holder(path) == 0, "the number that the kernel gives is of a process that has ended"
+
+
+def test_a_take_over_that_hangs_is_named_and_not_waited_for_for_ever(
+    ctx: AgentContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = lock.Holder("ghost@desk", "here", 2**22 + 1, 1, "launch", time.time() - 60)
+    (ctx.state.directory("lock") / "holder.json").write_text(json.dumps(to_json(dead)))
+    guard = ctx.state.root / "lock.guard"
+    monkeypatch.setattr(lock, "GUARD_SECONDS", 0.3)
+    with flocked(guard) as pid:
+        error = refusal(ctx).error
+        assert (error.code, error.where) == ("failed", str(guard))
+        assert f"process {pid} has the lock" in error.why
+        assert f"kill -9 {pid}" in error.next_step
+        with pytest.raises(AgentFailure, match="was not given back"):
+            unlock(UnlockArgs(), ctx)
+    with lock.host_lock(ctx):
+        pass
+
+
+def test_a_take_over_that_ends_is_waited_for(ctx: AgentContext) -> None:
+    guard = ctx.state.directory() / "lock.guard"
+    with contextlib.ExitStack() as held:
+        held.enter_context(flocked(guard))
+        timer = threading.Timer(0.3, held.close)
+        timer.start()
+        with lock.takeover_guard(ctx.state.root / "lock"):
+            pass
+        timer.join()
 
 
 # --------------------------------------------------------------------------- unlock

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -144,6 +145,44 @@ def test_who_fails_in_the_middle_leaves_the_old_file_and_who_ends_the_new_one(tm
         assert path.read_text() == "old"
     assert (path.read_text(), files(tmp_path)) == ("new", {path})
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(path: Path) -> None:
+    (path.parent / "somebodys").write_text("theirs")
+    path.symlink_to("somebodys")
+
+
+def _left(path: Path) -> None:
+    path.write_text("left by a process that died, longer than what is written now")
+    path.chmod(0o444)
+
+
+@pytest.mark.parametrize("place", [_pipe, _link, _left])
+@pytest.mark.parametrize("name", ["a.tmp", ""], ids=["fixed name", "name with our pid"])
+def test_what_has_the_temporary_name_is_neither_waited_for_nor_written_to(
+    tmp_path: Path, place: Callable[[Path], None], name: str
+) -> None:
+    path = tmp_path / "a"
+    temporary = tmp_path / (name or f"a.{os.getpid()}.tmp")
+    place(temporary)
+    with replacing(path, temporary=temporary if name else None) as file:
+        file.write(b"new")
+    assert (path.read_text(), path.is_symlink(), os.path.lexists(temporary)) == ("new", False, False)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "somebodys").exists() or (tmp_path / "somebodys").read_text() == "theirs"
+
+
+def test_a_folder_that_has_the_temporary_name_is_named_and_left(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "a.tmp").mkdir()
+    with pytest.raises(IsADirectoryError) as refused, replacing(tmp_path / "a", temporary=tmp_path / "a.tmp"):
+        raise AssertionError("there is no file")
+    assert str(refused.value.filename) == str(tmp_path / "a.tmp")
+    assert ((tmp_path / "a").read_text(), (tmp_path / "a.tmp").is_dir()) == ("old", True)
 
 
 ELSEWHERE = {

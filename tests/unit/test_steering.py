@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
+import json
 import os
 import queue
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,13 +25,14 @@ from typing import Any, cast
 import pytest
 from extraction import StandIn, full_disk
 
+from fleetdump.agent import lock
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.drive import submit
 from fleetdump.agent.hostmessages import StatusArgs, StatusResult
 from fleetdump.agent.protocol import AgentFailure, Request
 from fleetdump.agent.runmessages import SubmitArgs, WithdrawArgs
 from fleetdump.agent.steermessages import DataMark, SteerArgs, Steering
-from fleetdump.agent.turn import steer, steering_of_all
+from fleetdump.agent.turn import Turn, steer, steering_of_all
 from fleetdump.agent.withdraw import withdraw
 from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import Row
@@ -198,14 +202,104 @@ def test_a_place_that_cannot_be_read_is_somebodys_all_the_same(host: StandIn, te
         (path,) = (host.state.root / "steering").glob("*.json")
         path.write_text(text)
         (told,) = steering_of_all(host.state)
-        assert told.run == "r1"
-        with pytest.raises(AgentFailure, match="driven already"):
+        assert (told.run, told.in_words) == ("r1", "by somebody")
+        with pytest.raises(AgentFailure, match="driven already") as refused:
             steer(SteerArgs("r1", "second"), context(host))
+        assert f"kill {os.getpid()} on" in refused.value.error.next_step, "as the kernel knows"
         with pytest.raises(AgentFailure, match="driven already"):
             submit(SubmitArgs("r1", "main", "0" * 64, host.capture), context(host))
 
     while_driven(host, others)
     assert steering_of_all(host.state) == []
+
+
+@pytest.mark.parametrize("pid", [0, -1, 1])
+def test_nobody_is_told_to_kill_what_is_no_agent(pid: int) -> None:
+    """``kill 0`` ends the process group of whoever types it, ``kill -1`` all that he has."""
+    words = Steering("r1", "?", "", 0, "", DataMark("", 0, ""), 0.0, pid).next_step("gpu01")
+    assert "kill" not in words
+    assert "gpu01 which process locks steering/r1.json" in words
+
+
+@pytest.mark.parametrize("since", [1e300, float("nan"), float("inf"), -1e18, 0.0])
+def test_a_time_that_no_clock_has_said_is_left_out(host: StandIn, since: float) -> None:
+    def others() -> None:
+        (path,) = (host.state.root / "steering").glob("*.json")
+        path.write_text(json.dumps({**json.loads(path.read_text()), "since": since}))
+        (told,) = steering_of_all(host.state)
+        words = "by first@desk (process 7 in /a/runs/r1), with data.jsonl (40 samples, SHA-256 abababababab)"
+        assert told.in_words == words
+
+    while_driven(host, others)
+
+
+# --------------------------------------------------------------------------- what else may be in its place
+def _folder(state: Path) -> None:
+    (state / "steering/r1.json").mkdir(parents=True)
+
+
+def _file(state: Path) -> None:
+    (state / "steering").write_text("")
+
+
+def _dangling(state: Path) -> None:
+    (state / "steering").symlink_to("nowhere")
+
+
+def _guard(state: Path) -> None:
+    (state / "steering/lock.guard").mkdir(parents=True)
+
+
+def _guard_link(state: Path) -> None:
+    (state / "steering").mkdir()
+    (state / "steering/lock.guard").symlink_to("nowhere/at-all")
+
+
+@pytest.mark.parametrize("damage", [_folder, _file, _dangling, _guard, _guard_link])
+def test_what_is_in_the_way_of_a_place_is_named_with_what_moves_it_away(
+    host: StandIn, damage: Callable[[Path], None]
+) -> None:
+    damage(host.state.directory())
+    with pytest.raises(AgentFailure) as refused:
+        steer(SteerArgs("r1", "first", 7, "/a", DATA), context(host))
+    error = refused.value.error
+    assert error.code == "failed"
+    assert steering_of_all(host.state) == []
+    command = error.next_step.partition("move it away: ")[2]
+    subprocess.run(shlex.split(command), check=True)
+    while_driven(host, lambda: None)
+
+
+def test_a_pipe_or_a_link_of_the_name_that_a_place_is_written_by_is_replaced(host: StandIn) -> None:
+    temporary = host.state.directory("steering") / f"r1.json.{os.getpid()}.tmp"
+    os.mkfifo(temporary)
+    while_driven(host, lambda: None)
+    (host.state.root / "theirs").write_text("theirs")
+    temporary.symlink_to("../theirs")
+    while_driven(host, lambda: None)
+    assert (host.state.root / "theirs").read_text() == "theirs"
+
+
+def test_a_turn_is_no_pipe_and_no_link(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match=name):
+            Turn(tmp_path / name).take()
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_controller_that_hangs_while_it_takes_its_place_is_named(
+    host: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = host.state.directory("steering") / "lock.guard"
+    monkeypatch.setattr(lock, "GUARD_SECONDS", 0.3)
+    with open(guard, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(AgentFailure, match="was not given back") as refused:
+            steer(SteerArgs("r1", "first", 7, "/a", DATA), context(host))
+    assert (refused.value.error.where, f"process {os.getpid()}" in refused.value.error.why) == (str(guard), True)
+    while_driven(host, lambda: None)
 
 
 def test_what_a_dead_controller_left_is_no_place(host: StandIn) -> None:

@@ -59,6 +59,13 @@ def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return lambda: (streams[0].getvalue(), streams[1].getvalue())
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(42.9, "42s"), (190, "3m10s"), (7500, "2h05m"), (float("nan"), "?"), (-float("inf"), "?")]
+)
+def test_a_duration_is_told_of_any_number(seconds: float, text: str) -> None:
+    assert console.duration(seconds) == text
+
+
 def harmless(text: str) -> None:
     """Nothing but rich's own styles (bold, dim, reset) could reach the terminal, and nothing was lost."""
     for style in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timezone
 
 from fleetdump.agent.evidence_process import ProcessFacts
+from fleetdump.agent.times import utc
 from fleetdump.diagnosis.members import is_dumping, is_frozen
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, MEASURED, OK, Verdict
@@ -32,10 +32,10 @@ def not_running(view: View) -> Verdict | None:
     lives = view.evidence.launcher_alive or any(p.state not in "ZX" for p in view.evidence.processes)
     if not stopped_at or lives:
         return None
-    at = datetime.fromtimestamp(stopped_at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    at = utc(stopped_at)
     return Verdict(
         "NOT_RUNNING",
-        f"stopped by fleetdump stop at {at}",
+        "stopped by fleetdump stop" + (f" at {at}" if at else ""),
         DIRECT,
         OK,
         evidence=["the server's record says so, and no process of it lives"],
