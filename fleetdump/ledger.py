@@ -197,6 +197,15 @@ class Ledger:
             self._db.executemany("INSERT INTO broken_rows VALUES (?,?)", broken)
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('planned', '1')")
 
+    def forget_plan(self) -> None:
+        """Undo ``plan`` for a run of which nothing was handed out from here; what came back of it is kept."""
+        with self.transaction():
+            self._run("DELETE FROM samples WHERE state = 'planned'")
+            self._run("DELETE FROM shares WHERE share_id = ''")
+            self._run("UPDATE shares SET sha256 = ''")
+            self._run("DELETE FROM broken_rows")
+            self._run("DELETE FROM meta WHERE key IN ('planned', 'data', 'settings')")
+
     def note(self, key: str, value: str) -> None:
         """Remember a fact of the run: ``data`` (the file's name, for words) or ``settings`` (as JSON)."""
         self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from fleetdump.agent.runmessages import FINISHED, RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb
 from fleetdump.cli.runcontrol import code_of, show_shares
 from fleetdump.dataset.intake import DataSet
-from fleetdump.errors import DrivenError, ExitCode, HostError, UnreachableError, UsageError, worst
+from fleetdump.errors import DrivenError, ExitCode, HostError, LockedError, UnreachableError, UsageError, worst
 from fleetdump.fleet import Host, Outcome, fan_out
 from fleetdump.fleet.fanout import MAX_THREADS
 from fleetdump.hostpatterns import compress
@@ -26,6 +27,7 @@ from fleetdump.tasks.extract import (
     ExtractSettings,
     RunPlan,
     Share,
+    Target,
     follow,
     open_run,
     runs_file,
@@ -37,7 +39,7 @@ from fleetdump.tasks.rebalance import START_SECONDS, Balancer, left_with_others,
 from fleetdump.tasks.rejected import write_rejected
 from fleetdump.tasks.steering import Controller, Places
 from fleetdump.tasks.supervise import Policy, Supervisor
-from fleetdump.tasks.survey import is_cancelled, require_not_cancelled, shares_on, survey
+from fleetdump.tasks.survey import Surveyed, is_cancelled, require_not_cancelled, shares_on, sight, survey
 from fleetdump.views.console import count, duration, err, out, print_error
 from fleetdump.views.hosts import show_event
 from fleetdump.views.run import RunView, Whole
@@ -100,22 +102,32 @@ class End:
 def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Run) -> ExitCode:
     """Hand out the shares and, unless detached, watch them being worked on."""
     with Ledger(runs_file(run.runs_dir, run.name)) as ledger:
-        plan = open_run(ledger, run.name, rows, targets_of(hosts))
+        targets = targets_of(hosts)
+        # A run that this ledger has is compared with the data before any host is asked; another one they know better.
+        known = open_run(ledger, run.name, rows, targets) if ledger.is_planned else None
+        around = _look_around(options, hosts, run.name, ledger, run.controller)
+        plan = known or open_run(ledger, run.name, rows, targets, around.share_ids)
+        around.note(ledger)
         if not plan.resumed:
             run.settings.note(ledger)
         write_rejected(ledger, run.folder)
-        knows_all = _look_around(options, hosts, run.name, ledger, run.controller)
-        _announce(plan)
+        _announce(plan, goes_on=plan.resumed or bool(around.share_ids))
         with_shares = {host for host, _ in plan.shares} & {host.name for host in hosts}
-        if run.detach:
-            end = _hand_out(options, [host for host in hosts if host.name in with_shares], plan, run, ledger)
-        else:
-            balancer = Balancer(run.name, ledger, lambda ids: Share(rows.lines(ids)), set(with_shares), knows_all)
-            balancer.patience = run.watching.patience
-            # A host without a share joins the run: it takes over from the others.
-            end = _watch(
-                options, [host for host in hosts if host.name in with_shares or host.servers], plan, run, balancer
-            )
+        try:
+            if run.detach:
+                end = _hand_out(options, [host for host in hosts if host.name in with_shares], plan, run, ledger)
+            else:
+                balancer = Balancer(
+                    run.name, ledger, lambda ids: Share(rows.lines(ids)), set(with_shares), around.knows_all
+                )
+                balancer.patience = run.watching.patience
+                # A host without a share joins the run: it takes over from the others.
+                taking_part = [host for host in hosts if host.name in with_shares or host.servers]
+                end = _watch(options, taking_part, plan, run, balancer)
+        except DrivenError:
+            if not plan.resumed and not any(share.submitted_at for share in ledger.shares()):
+                ledger.forget_plan()
+            raise
     _tell_too_late(run)
     if end.left_over:
         _tell_what_is_left(run.name, end)
@@ -150,11 +162,15 @@ def _report(options: FleetOptions) -> Report:
 def _hand_out(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: Run, ledger: Ledger) -> End:
     """Each host gets its shares, and is left to itself."""
     report = _report(options)
-    places = _places(hosts, run)
+    places, standing_back = _places(hosts, run), StandingBack()
 
     def hand_out(host: Host) -> list[RunProgress]:
-        with places.on(host):
+        with standing_back.told_by(host, run), places.on(host):
             return submit(host, plan, run.settings, ledger)
+
+    def ended(name: str, outcome: Outcome[list[RunProgress]]) -> None:
+        if not standing_back.takes(outcome):
+            report.add(name, outcome)
 
     with RunView(options.as_json):
         outcomes = fan_out(
@@ -163,8 +179,9 @@ def _hand_out(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run
             limit=max(options.jobs, len(hosts)),
             deadline=FOLLOW_SECONDS + 900,
             options=options.connect_options(),
-            on_outcome=report.add,
+            on_outcome=ended,
         )
+    standing_back.stand()
     return End(report.close(), [share for outcome in outcomes.values() for share in outcome.value or []])
 
 
@@ -172,13 +189,14 @@ def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: R
     """Each host gets its shares, then what others have more of; until all are done, or nobody is left to do it."""
     attendance = Attendance(hosts, _joining_later(options, run), set(run.watching.joining))
     supervisor = Supervisor(run.name, run.watching.policy, _teller(options))
-    report, final = _report(options), list[RunProgress]()
+    report, final, standing_back = _report(options), list[RunProgress](), StandingBack()
 
     def ended(name: str, outcome: Outcome[list[RunProgress]]) -> None:
         if attendance.ended(name, outcome):
             balancer.forget(name)
             final.extend(outcome.value or [])
-            report.add(name, outcome)
+            if not standing_back.takes(outcome):
+                report.add(name, outcome)
             return
         balancer.lost(name)
         if attendance.is_first_try(name):
@@ -189,7 +207,7 @@ def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: R
         members, places = Members(plan, run, balancer, attendance, view, supervisor), _places(hosts, run)
 
         def work(host: Host) -> list[RunProgress]:
-            with places.on(host):
+            with standing_back.told_by(host, run), places.on(host):
                 return members.work(host)
 
         fan_out(
@@ -201,6 +219,9 @@ def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: R
             on_outcome=ended,
             later=attendance.later,
         )
+    standing_back.stand()
+    if places.lost:
+        _require_ours(options, hosts, run, balancer.ledger)
     for name, outcome in attendance.absent().items():
         report.add(name, outcome)
         if balancer.ledger.shares(name):
@@ -216,6 +237,46 @@ def _places(hosts: Sequence[HostConfig], run: Run) -> Places:
     return Places(run.controller, hosts, lambda name, text: show_event(name, {"event": "step", "text": text}))
 
 
+class StandingBack:
+    """Another controller drives the run, as some host found while this one meant to: what that one does makes our
+    ledger old, so nothing is judged by it."""
+
+    def __init__(self) -> None:
+        self._driven: DrivenError | None = None
+
+    @contextlib.contextmanager
+    def told_by(self, host: Host, run: Run) -> Iterator[None]:
+        """What the host refuses inside because of the other one is raised as ``DrivenError``."""
+        try:
+            yield
+        except DrivenError:
+            raise
+        except LockedError as error:
+            if not _is_driven(host, run):
+                raise
+            raise DrivenError(error.what, error.where, error.why, error.next_step) from error
+
+    def takes(self, outcome: Outcome[list[RunProgress]]) -> bool:
+        """Whether that is how a host has ended."""
+        if isinstance(outcome.error, DrivenError):
+            self._driven = self._driven or outcome.error
+            return True
+        return False
+
+    def stand(self) -> None:
+        """Once all hosts have ended: raise ``DrivenError`` if one of them has found another controller."""
+        if self._driven is not None:
+            raise self._driven
+
+
+def _is_driven(host: Host, run: Run) -> bool:
+    """Whether another controller has the run on the host, with whatever data."""
+    try:
+        return sight(host, run.name, run.controller).driven is not None
+    except UsageError:
+        return True
+
+
 def _teller(options: FleetOptions) -> Callable[[str, dict[str, Any]], None]:
     """Shows what is done about a server that died; scripts get its steps as objects too."""
 
@@ -227,20 +288,52 @@ def _teller(options: FleetOptions) -> Callable[[str, dict[str, Any]], None]:
     return tell
 
 
+@dataclass(frozen=True)
+class Around:
+    """What the hosts that have told know of the run; ``knows_all``: none is missing."""
+
+    hosts: dict[str, Surveyed]
+    knows_all: bool
+
+    @property
+    def share_ids(self) -> dict[Target, str]:
+        """Of all their shares."""
+        return {(name, share.server): share.share_id for name, has in self.hosts.items() for share in has.shares}
+
+    def note(self, ledger: Ledger) -> None:
+        """Have the ledger know what they took over."""
+        for name, has in self.hosts.items():
+            has.note(ledger, name)
+
+
 def _look_around(
     options: FleetOptions, hosts: list[HostConfig], run_name: str, ledger: Ledger, me: Controller | None = None
-) -> bool:
-    """Learn what the hosts know of the run and we do not; whether all of them have told. Raises ``UsageError`` for a
-    cancelled run, ``DrivenError`` for one that another controller drives. A host that cannot be asked is reported with
-    its share."""
+) -> Around:
+    """Learn what the hosts know of the run and we do not. Raises ``UsageError`` for a cancelled run, ``DrivenError``
+    for one that another controller drives. A host that cannot be asked is reported with its share."""
     outcomes = fan_out(
         hosts, lambda host: survey(host, run_name, ledger, me), limit=options.jobs, options=options.connect_options()
     )
     for outcome in outcomes.values():
         if isinstance(outcome.error, (DrivenError, UsageError)):
             raise outcome.error
-    require_not_cancelled(run_name, {name: outcome.value or [] for name, outcome in outcomes.items()})
-    return all(outcome.error is None for outcome in outcomes.values())
+    told = {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None}
+    require_not_cancelled(run_name, {name: has.shares for name, has in told.items()})
+    return Around(told, len(told) == len(outcomes))
+
+
+def _require_ours(options: FleetOptions, hosts: list[HostConfig], run: Run, ledger: Ledger) -> None:
+    """A place was lost: raise ``DrivenError`` when another controller drives the run now, or has moved samples since.
+    What became of them our ledger does not know."""
+    around = _look_around(options, hosts, run.name, ledger, run.controller)
+    moved_to = sorted(name for name, has in around.hosts.items() if has.taken_over)
+    if moved_to:
+        raise DrivenError(
+            f"run {run.name} was driven by another controller meanwhile",
+            ", ".join(compress(moved_to)),
+            f"it has given samples to {', '.join(compress(moved_to))} that this one knows nothing of",
+            f"fleetdump collect --run {run.name} says whether samples are missing",
+        )
 
 
 @dataclass
@@ -422,8 +515,8 @@ def _tell_left_over(run_name: str, left_over: int) -> None:
     err.print(f"run {run_name} is not done: {what}; next: {step}", markup=False)
 
 
-def _announce(plan: RunPlan) -> None:
-    verb = "going on with" if plan.resumed else "starting"
+def _announce(plan: RunPlan, *, goes_on: bool) -> None:
+    verb = "going on with" if goes_on else "starting"
     err.print(
         f"{verb} run {plan.run}: {count(plan.samples, 'sample')} on {count(len(plan.shares), 'server')}", markup=False
     )

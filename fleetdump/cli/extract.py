@@ -17,7 +17,8 @@ from fleetdump.cli._driving import Run, Watching, drive, named_hosts
 from fleetdump.cli._fleet import FleetOptions, Seconds, fleet_options, lock_wait_option
 from fleetdump.cli._interrupt import say_and_leave
 from fleetdump.cli._preflight import look_at, preview_on
-from fleetdump.cli.runcontrol import give_order, goes_on, watch
+from fleetdump.cli._standingback import stand_back
+from fleetdump.cli.runcontrol import give_order, goes_on
 from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.errors import DrivenError, ExitCode, UnreachableError, UsageError
@@ -196,7 +197,7 @@ def extract(
         require_begun_with(ledger_file, run_name, rows)
         if joining:
             _leave_word(run, error)
-        code = _stand_back(options, hosts, run, error)
+        code = stand_back(options, hosts, run, error)
     except KeyboardInterrupt:
         code = _after_interrupt(options, hosts, run_name)
     sys.exit(code)
@@ -246,13 +247,6 @@ def _leave_word(run: Run, error: DrivenError) -> None:
         )
     ask_to_join(run.folder, run.watching.joining)
     err.print(f"asked the extract that is at work to let {', '.join(run.watching.joining)} join", markup=False)
-
-
-def _stand_back(options: FleetOptions, hosts: list[HostConfig], run: Run, error: DrivenError) -> ExitCode:
-    """Another controller drives the run with the same data: watch, unless only the beginning was wanted."""
-    err.print(f"{error.what}, {error.why}: {'nothing to begin' if run.detach else 'only watching'}", markup=False)
-    err.print(f"next: {error.next_step}", markup=False)
-    return ExitCode.OK if run.detach else watch(options, hosts, run.name)
 
 
 def _after_interrupt(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:

@@ -21,6 +21,7 @@ from fleetdump.dataset.intake import DataSet, Lines, mark_of
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.errors import HostError, UsageError
 from fleetdump.fleet import Host
+from fleetdump.hostpatterns import compress
 from fleetdump.inventory import HostConfig
 from fleetdump.ledger import Ledger, Planned
 from fleetdump.tasks._task import task
@@ -119,24 +120,32 @@ def require_run_name(run: str) -> None:
         raise UsageError(f"not a name for a run: {run!r}", next_step=fix)
 
 
-def open_run(ledger: Ledger, run: str, data: DataSet, targets: Sequence[Target]) -> RunPlan:
-    """Decide who gets what, and record it; for a run that the ledger has, find the shares of before. Where the ledger
-    was lost and ``collect`` has rebuilt it, the same data and servers give the same shares, which the hosts know.
+def open_run(
+    ledger: Ledger, run: str, data: DataSet, targets: Sequence[Target], found: Mapping[Target, str] | None = None
+) -> RunPlan:
+    """Decide who gets what, and record it; for a run that the ledger has, find the shares of before. Where the run was
+    begun from another folder, or the ledger was lost, the same data and servers give the same shares, which the hosts
+    know: ``found`` are the shares that they have (``share_id``), beside those that ``collect`` has read. Where the
+    servers that have a share were all that the run was begun with, further ``targets`` get none.
 
-    Raises ``UsageError`` for a run that was begun with other data or servers (the difference is named). New
-    ``targets`` are ignored by a run that has begun: its shares are fixed.
+    Raises ``UsageError`` for a run that was begun with other data or servers (the difference is named); nothing is
+    recorded then. New ``targets`` are ignored by a run that has begun: its shares are fixed.
     """
     if ledger.is_planned:
         return _resume(ledger, run, data)
     foreign = sorted(ledger.ids() - set(data.rows))
     if foreign:
         raise _other_data(ledger, run, data, [("missing", foreign)])
-    assigned = balance({row_id: row.tokens for row_id, row in data.rows.items()}, targets)
-    ids: dict[Target, list[str]] = {}
-    for row_id in data.rows:
-        ids.setdefault(assigned[row_id], []).append(row_id)
-    plan = _plan(run, data, ids, resumed=False)
-    _require_same_shares(ledger, plan)
+    there = _first_shares(ledger, found or {})
+    assigned, plan = _share_out(run, data, targets)
+    if not _makes(plan, there):
+        refusal = _other_shares(plan, there)
+        begun_with = [target for target in targets if target in there]
+        if not begun_with:
+            raise refusal
+        assigned, plan = _share_out(run, data, begun_with)
+        if not _makes(plan, there):
+            raise refusal
     planned = (
         Planned(row_id, row.digest, *assigned[row_id], tokens=row.tokens, line=row.line)
         for row_id, row in data.rows.items()
@@ -154,20 +163,54 @@ def require_begun_with(ledger_file: Path, run: str, data: DataSet) -> None:
             _resume(ledger, run, data)
 
 
-def _require_same_shares(ledger: Ledger, plan: RunPlan) -> None:
-    """Raise ``UsageError`` when hosts have been given other shares of this run than this data and fleet make: rows of
-    other texts under the same ids, or other servers."""
-    for share in ledger.shares():
-        if not share.share_id or server_of(share.server) != share.server:
-            continue  # nothing of it is known, or it was taken over from others later
-        ours = plan.shares.get((share.host, share.server))
-        if ours is None or not is_share(share.share_id, ours.sha256):
-            raise UsageError(
-                f"the data or the servers are not what run {plan.run} was begun with",
-                f"{share.host}/{share.server}",
-                "its share there has other rows" if ours else "it has a share of the run, and is not chosen now",
-                "give the same file and the same hosts, or another --run name for other data",
-            )
+def _share_out(run: str, data: DataSet, targets: Sequence[Target]) -> tuple[dict[str, Target], RunPlan]:
+    """Each sample's server, and the plan that this makes."""
+    assigned = balance({row_id: row.tokens for row_id, row in data.rows.items()}, targets)
+    ids: dict[Target, list[str]] = {}
+    for row_id in data.rows:
+        ids.setdefault(assigned[row_id], []).append(row_id)
+    return assigned, _plan(run, data, ids, resumed=False)
+
+
+def _first_shares(ledger: Ledger, found: Mapping[Target, str]) -> dict[Target, str]:
+    """The shares that servers were given when the run began (their ``share_id``): not what was taken over from others
+    later, nor one of which nothing is known."""
+    known = {(share.host, share.server): share.share_id for share in ledger.shares()}
+    known.update(found)
+    return {target: name for target, name in known.items() if name and server_of(target[1]) == target[1]}
+
+
+def _makes(plan: RunPlan, there: Mapping[Target, str]) -> bool:
+    """Whether the shares that servers have are all of this plan, row for row."""
+    return all(target in plan.shares and is_share(name, plan.shares[target].sha256) for target, name in there.items())
+
+
+def _other_shares(plan: RunPlan, there: Mapping[Target, str]) -> UsageError:
+    """Rows of other texts under the same ids, or other servers, or those in another order."""
+    begun_with, now = sorted(there), sorted(plan.shares)
+    differs = [one for one in begun_with if one not in plan.shares or not is_share(there[one], plan.shares[one].sha256)]
+    if begun_with == now:
+        why = "it has other rows there: the data, or the order of the hosts in the inventory, is another one"
+    else:
+        why = f"{_named(begun_with)} {'has' if len(begun_with) == 1 else 'have'} a share of it that was not made of "
+        why += f"this data for {_named(now)}"
+    hosts = ",".join(compress(sorted({host for host, _ in begun_with})))
+    return UsageError(
+        f"the data or the servers are not what run {plan.run} was begun with",
+        _named(differs),
+        why,
+        f"give the same file and the hosts it was begun with, in their order (--host {hosts}, when these are all), or "
+        f"the command in the folder it was begun in; fleetdump collect --run {plan.run} brings what the hosts have of "
+        "it, and fleetdump attach watches; for other data use another --run name",
+    )
+
+
+def _named(targets: Sequence[Target]) -> str:
+    names = [f"{host}/{server}" for host, server in targets]
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+NAMED = 5
 
 
 def balance(tokens: Mapping[str, int], targets: Sequence[Target]) -> dict[str, Target]:

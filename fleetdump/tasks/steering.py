@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import queue
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetdump.agent.steermessages import DataMark, SteerArgs, SteerResult
-from fleetdump.errors import FleetdumpError, LockedError, UnreachableError, UsageError, of_local_file
+from fleetdump.errors import DrivenError, FleetdumpError, LockedError, UnreachableError, UsageError, of_local_file
 from fleetdump.fleet import Host
 from fleetdump.inventory import HostConfig
 from fleetdump.tasks.extract import FOLLOW_SECONDS
@@ -73,9 +74,9 @@ def require_same_data(run: str, ours: DataMark, theirs: DataMark, where: str = "
 def steered(host: Host, me: Controller, on_lost: Callable[[str], None]) -> Iterator[None]:
     """Be the one controller of the run on ``host``; calls of ``host`` inside are its own.
 
-    Raises what ``Host.call`` raises, ``LockedError`` naming another controller among it. A place that is lost too early
-    (somebody ended the process that held it) stops nothing, unless another controller takes it: then its calls raise
-    ``LockedError``. ``on_lost`` is told, from another thread.
+    Raises what ``Host.call`` raises, and ``DrivenError`` naming another controller that has the place. A place that is
+    lost too early (somebody ended the process that held it) stops nothing, unless another controller takes it: then its
+    calls raise ``LockedError``. ``on_lost`` is told, from another thread.
     """
     answers: queue.Queue[Exception | None] = queue.Queue()
     began, over = threading.Event(), threading.Event()
@@ -99,6 +100,8 @@ def steered(host: Host, me: Controller, on_lost: Callable[[str], None]) -> Itera
     # A daemon: a connection that does not close must not keep the process from ending.
     threading.Thread(target=hold, name=f"steer-{host.config.name}", daemon=True).start()
     error = answers.get()
+    if isinstance(error, LockedError):  # nothing else is locked to whoever asks for a place
+        raise DrivenError(error.what, error.where, error.why, error.next_step) from error
     if error is not None:
         raise error
     is_there = True
@@ -117,12 +120,16 @@ def steered(host: Host, me: Controller, on_lost: Callable[[str], None]) -> Itera
 
 class Places:
     """The places of one controller on all ``hosts``. The first of them is taken first: of two controllers that begin in
-    the same moment one is refused there, and takes no other. ``tell`` (host, text) hears of places that are lost."""
+    the same moment one is refused there, and takes no other. ``tell`` (host, text) hears of places that are lost;
+    ``lost``: one was, so that another controller may have driven the run since."""
 
     def __init__(self, me: Controller, hosts: Sequence[HostConfig], tell: Callable[[str, str], None]):
         self._me = me
-        self._first = min((host.name for host in hosts), default="")
+        # By address: two inventories may call the same hosts by other names.
+        first = min(hosts, key=lambda host: (host.address, host.port or 0, host.name), default=None)
+        self._first = first.name if first is not None else ""
         self._tell = tell
+        self.lost = False
         self._decided = threading.Event()
         self._refusal: LockedError | None = None
 
@@ -136,7 +143,7 @@ class Places:
         if self._refusal is not None:
             raise self._refusal
         try:
-            with steered(host, self._me, lambda text: self._tell(name, text)):
+            with steered(host, self._me, functools.partial(self._lose, name)):
                 self._decided.set()
                 yield
         except LockedError as error:
@@ -146,3 +153,7 @@ class Places:
         finally:
             if name == self._first:
                 self._decided.set()
+
+    def _lose(self, name: str, text: str) -> None:
+        self.lost = True
+        self._tell(name, text)

@@ -4,11 +4,12 @@ another controller has moved. The hosts know it best: this machine may have been
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fleetdump.agent.formats import server_of
 from fleetdump.agent.hostmessages import StatusArgs, StatusResult
 from fleetdump.agent.runmessages import CANCEL, HeldArgs, HeldResult, RunProgress
-from fleetdump.errors import UsageError
+from fleetdump.errors import DrivenError, UsageError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger
 from fleetdump.tasks.controller import require_alone
@@ -25,20 +26,51 @@ def runs_on(host: Host) -> list[str]:
     return sorted({share.run for share in host.call(StatusArgs(), StatusResult, verb="status").shares})
 
 
-def survey(host: Host, run: str, ledger: Ledger, me: Controller | None = None) -> list[RunProgress]:
-    """Its shares as in ``shares_on``; and what the host took over at the word of another controller becomes its own in
-    our ledger too, so that it is not given to somebody else once more. Raises what ``require_alone`` does."""
+@dataclass(frozen=True)
+class Surveyed:
+    """What a host has of a run: its shares, and of those that it took over at the word of another controller (by name)
+    the samples."""
+
+    shares: list[RunProgress]
+    taken_over: dict[str, HeldResult] = field(default_factory=dict)
+
+    def note(self, ledger: Ledger, host: str) -> None:
+        """What ``host`` took over becomes its own in our ledger too, so that it is not given to somebody else once
+        more. The ledger has its plan by then: planning gives each sample its first home."""
+        for share in self.shares:
+            held = self.taken_over.get(share.server)
+            if held is not None:
+                ledger.move(held.ids, host, share.server, held.share_sha256)
+                ledger.meet_share(host, share.server, share.share_id)
+
+
+def survey(host: Host, run: str, ledger: Ledger, me: Controller | None = None) -> Surveyed:
+    """Ask the host; nothing is noted. Raises what ``require_alone`` does."""
     status = host.call(StatusArgs(), StatusResult, verb="status")
     require_alone(host, run, status, me)
     shares = [share for share in status.shares if share.run == run]
-    name = host.config.name
-    for share in shares:
-        if server_of(share.server) == share.server or ledger.share_sha256(name, share.server):
-            continue  # as planned, or moved by ourselves
-        held = host.call(HeldArgs(run, share.server), HeldResult, verb="held")
-        ledger.move(held.ids, name, share.server, held.share_sha256)
-        ledger.meet_share(name, share.server, share.share_id)
-    return shares
+    moved = [share.server for share in shares if server_of(share.server) != share.server]
+    unknown = [share for share in moved if not ledger.share_sha256(host.config.name, share)]  # not moved by ourselves
+    return Surveyed(shares, {share: host.call(HeldArgs(run, share), HeldResult, verb="held") for share in unknown})
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A host's shares of a run, and who drives it there, if another controller does."""
+
+    shares: list[RunProgress]
+    driven: DrivenError | None
+
+
+def sight(host: Host, run: str, me: Controller) -> Sight:
+    """See ``Sight``. Raises ``UsageError`` when the other one drives the run with other data."""
+    status = host.call(StatusArgs(), StatusResult, verb="status")
+    shares = [share for share in status.shares if share.run == run]
+    try:
+        require_alone(host, run, status, me)
+    except DrivenError as error:
+        return Sight(shares, error)
+    return Sight(shares, None)
 
 
 def require_not_cancelled(run: str, shares: Mapping[str, Sequence[RunProgress]]) -> None:

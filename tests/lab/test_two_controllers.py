@@ -19,6 +19,16 @@ HERE, ELSEWHERE = ("--runs-dir", "here"), ("--runs-dir", "elsewhere")
 
 
 @pytest.fixture
+def hosts(start_hosts: Callable[[int], list[LabHost]], tmp_path: Path) -> tuple[Fleet, list[CaptureHost]]:
+    """Two of them, and a data set."""
+    made = make_hosts(start_hosts, 2)
+    fleet = Fleet(tmp_path, [host.lab for host in made])
+    fleet.write_inventory(capture=CAPTURE_CONFIG)
+    write_data(tmp_path / "data.jsonl", SAMPLES)
+    return fleet, made
+
+
+@pytest.fixture
 def host(start_hosts: Callable[[int], list[LabHost]]) -> CaptureHost:
     (made,) = make_hosts(start_hosts, 1)
     made.set(delay=5.0)
@@ -72,3 +82,34 @@ def test_who_was_killed_drives_nothing_any_more(fleet: Fleet, host: CaptureHost)
     other = fleet.run(*EXTRACT, *ELSEWHERE, timeout=SECONDS)
     assert other.code == 0, other
     assert "run r is done" in other.err, other
+
+
+def test_two_that_start_in_the_same_moment_both_end_well(hosts: tuple[Fleet, list[CaptureHost]]) -> None:
+    fleet, _ = hosts
+    both = [fleet.start(*EXTRACT, *where) for where in (HERE, ELSEWHERE)]
+    told = [process.communicate(timeout=SECONDS) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert sum("only watching" in err for _, err in told) == 1, told
+    winner, loser = (ELSEWHERE, HERE) if "only watching" in told[0][1] else (HERE, ELSEWHERE)
+    collected = fleet.run("collect", "--run", "r", *winner, "--data", "--json", timeout=SECONDS)
+    report = collected.records()[-1]["data"]
+    assert (report["samples"], report["lost"], report["duplicated"]) == (len(SAMPLES), 0, 0), report
+    taken_up = fleet.run(*EXTRACT, *loser, timeout=SECONDS)
+    assert taken_up.code == 0, taken_up
+
+
+def test_a_run_of_another_folder_is_taken_over_with_the_hosts_it_has(hosts: tuple[Fleet, list[CaptureHost]]) -> None:
+    """Begun without the second host; the other folder knows nothing of that and chooses both."""
+    fleet, (first, second) = hosts
+    first.set(delay=5.0)
+    begun = fleet.start(*EXTRACT, *HERE, "--exclude", second.lab.name)
+    wait_for(lambda: first.progress("r").get("done", 0) >= 2, SECONDS)
+    begun.kill()
+    begun.communicate()
+    first.set(delay=0.1)
+    other = fleet.run(*EXTRACT, *ELSEWHERE, timeout=SECONDS)
+    assert other.code == 0, other
+    assert "going on with run r: 40 samples on 1 server" in other.err, other
+    collected = fleet.run("collect", "--run", "r", *ELSEWHERE, "--data", "--json", timeout=SECONDS)
+    report = collected.records()[-1]["data"]
+    assert (report["samples"], report["lost"], report["duplicated"]) == (len(SAMPLES), 0, 0), report

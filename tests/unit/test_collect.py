@@ -18,7 +18,7 @@ from manifests import manifest_line, text_of
 
 from fleetdump.agent.context import State
 from fleetdump.agent.drive import start_driver, whole_lines
-from fleetdump.agent.formats import RejectedLine, Row, share_id
+from fleetdump.agent.formats import RejectedLine, Row, is_share, share_id
 from fleetdump.agent.jsonl import encode_line
 from fleetdump.agent.runmessages import ShardInfo
 from fleetdump.agent.share import Share
@@ -120,6 +120,68 @@ def test_a_ledger_that_collect_rebuilt_refuses_other_rows_under_the_same_ids(
         open_run(ledger, "r1", take_in(enumerate(texts, 1)), TARGETS if other == "texts" else TARGETS[:1])
     assert not ledger.is_planned
     assert not open_run(ledger, "r1", take_in(enumerate(rows("a", "b", "c"), 1)), TARGETS).resumed
+
+
+HOSTS = [("h1", "main"), ("h2", "main"), ("h3", "main")]
+ROWS = rows(*"abcdefgh")
+
+
+def shares_of(folder: Path, targets: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """What the hosts have of a run that was begun from elsewhere with these servers."""
+    with Ledger(folder / "elsewhere" / "ledger.sqlite") as elsewhere:
+        plan = open_run(elsewhere, "r1", take_in(enumerate(ROWS, 1)), targets)
+    return {target: share_id(share.sha256, 1796000000.25) for target, share in plan.shares.items()}
+
+
+@pytest.mark.parametrize("begun_with", [HOSTS, HOSTS[:2], HOSTS[1:], HOSTS[:1]])
+def test_a_run_of_another_folder_is_taken_over_with_the_shares_that_its_hosts_have(
+    ledger: Ledger, tmp_path: Path, begun_with: list[tuple[str, str]]
+) -> None:
+    found = {**shares_of(tmp_path, begun_with), ("h3", "main.1"): "taken-over"}
+    plan = open_run(ledger, "r1", take_in(enumerate(ROWS, 1)), HOSTS, found)
+    assert sorted(plan.shares) == begun_with
+    assert all(is_share(found[target], share.sha256) for target, share in plan.shares.items())
+    assert set(ledger.homes().values()) == set(begun_with)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "differs", "why"),
+    [
+        (
+            HOSTS[:2],
+            "h2/main, h3/main",
+            "h2/main, h3/main have a share of it that was not made of this data for h1/main",
+        ),
+        (HOSTS[1:2], "h2/main, h3/main", "was not made of this data for h2/main"),
+        ([HOSTS[2], HOSTS[1]], "h2/main, h3/main", "the order of the hosts in the inventory"),
+    ],
+)
+def test_a_run_of_another_folder_and_other_hosts_is_refused_before_anything_is_recorded(
+    ledger: Ledger, tmp_path: Path, chosen: list[tuple[str, str]], differs: str, why: str
+) -> None:
+    found = shares_of(tmp_path, HOSTS[1:])
+    with pytest.raises(UsageError, match="not what run r1 was begun with") as caught:
+        open_run(ledger, "r1", take_in(enumerate(ROWS, 1)), chosen, found)
+    assert caught.value.where == differs
+    assert why in caught.value.why
+    for words in ("--host h[2-3]", "in the folder it was begun in", "fleetdump collect --run r1"):
+        assert words in caught.value.next_step
+    assert not ledger.is_planned
+    assert (ledger.ids(), ledger.shares()) == (set(), [])
+
+
+def test_a_plan_that_is_forgotten_leaves_what_came_back(ledger: Ledger) -> None:
+    data = take_in(enumerate(ROWS, 1))
+    ledger.deliver("h1", manifest_line("a"), text_of(manifest_line("a")))
+    before = ledger.ids()
+    open_run(ledger, "r1", data, HOSTS)
+    ledger.meet_share("h3", "main.1", "known")
+    ledger.move(["b"], "h3", "main.1", "sha")
+    ledger.forget_plan()
+    assert not ledger.is_planned
+    assert ledger.ids() == before == {"a"}
+    assert [(share.server, share.sha256) for share in ledger.shares()] == [("main.1", "")]
+    assert not open_run(ledger, "r1", data, HOSTS).resumed
 
 
 def test_what_cannot_begin() -> None:

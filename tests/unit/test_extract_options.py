@@ -10,7 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fleetdump.agent.steermessages import DataMark
+from fleetdump.cli import _standingback
 from fleetdump.cli import extract as command
+from fleetdump.cli._standingback import Seen
 from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import Row
 from fleetdump.errors import DrivenError, ExitCode, FleetdumpError, HostError, LockedError, UsageError
@@ -83,7 +85,8 @@ def driven(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
         return ExitCode.OK
 
     monkeypatch.setattr(command, "require_undriven", refuse)
-    monkeypatch.setattr(command, "watch", watch)
+    monkeypatch.setattr(_standingback, "watch", watch)
+    monkeypatch.setattr(_standingback, "_look", lambda *_: Seen(begun=True, unfinished=False, driven=False))
     return watched
 
 

@@ -66,7 +66,7 @@ def test_where_a_controller_sits_on_a_host_nobody_can_be_asked(
         raise DrivenError("run r is being driven already", "a", "by a controller on a (pid 7)")
 
     monkeypatch.setattr(command, "try_seat", try_seat)
-    monkeypatch.setattr(command, "watch", lambda *_: ExitCode.OK)
+    monkeypatch.setattr(command, "stand_back", lambda *_: ExitCode.OK)
     result = extract(folder, "--controller", "a", *(["--add-host", "c"] if joining else []))
     assert isinstance(result.exception, DrivenError) == joining
     assert result.exit_code == (1 if joining else 0)

@@ -20,7 +20,7 @@ from fleetdump.tasks.extract import RunPlan
 from fleetdump.tasks.rebalance import Balancer, left_with_others
 from fleetdump.tasks.supervise import Policy
 
-HERE = cast(Any, SimpleNamespace(name="here", servers=()))
+HERE = cast(Any, SimpleNamespace(name="here", servers=(), address="10.0.0.1", port=None))
 SHARES = {("away", "main"): cast(Any, None), ("here", "main"): cast(Any, None)}
 
 
@@ -74,7 +74,7 @@ class Drive:
         self.run.detach = self.run.seated = False
         monkeypatch.setattr(_driving, "open_run", lambda *_: RunPlan("r", SHARES, 4, [], resumed=True))
         monkeypatch.setattr(_driving, "targets_of", lambda _: [])
-        monkeypatch.setattr(_driving, "_look_around", lambda *_: True)
+        monkeypatch.setattr(_driving, "_look_around", lambda *_: _driving.Around({}, knows_all=True))
         monkeypatch.setattr(_driving, "_watch", self.watch)
 
     def watch(self, *args: Any) -> _driving.End:

@@ -24,7 +24,7 @@ from fleetdump.tasks.attendance import Attendance, JoinRequests
 from fleetdump.tasks.extract import ExtractSettings, RunPlan
 from fleetdump.tasks.rebalance import START_SECONDS, Balancer, Known, fair_part
 from fleetdump.tasks.supervise import Policy
-from fleetdump.tasks.survey import require_not_cancelled, survey
+from fleetdump.tasks.survey import Surveyed, require_not_cancelled, survey
 
 
 @dataclass
@@ -39,7 +39,8 @@ class Answering:
 
     @property
     def config(self) -> Any:
-        return SimpleNamespace(name=self.name, servers=(SimpleNamespace(name="main"),))
+        servers = (SimpleNamespace(name="main"),)
+        return SimpleNamespace(name=self.name, servers=servers, address="10.0.0.1", port=None)
 
     def call(self, args: Any, kind: type, *, verb: str, **_: Any) -> Any:
         if verb == "status":
@@ -333,8 +334,8 @@ def test_what_another_controller_has_moved_is_not_moved_again(balancer: Balancer
     fast = Answering("fast", [done(), done(server="main.1")], held={"main.1": ["c"]})
     third = Answering("third", [done(server="main.1")], held={"main.1": ["d"]})
     for host in (slow, fast, third):
-        survey(host.host, "r", ledger)
-        survey(host.host, "r", ledger)
+        for _ in range(2):
+            survey(host.host, "r", ledger).note(ledger, host.host.config.name)
     assert balancer.reclaim(slow.host, ["main"]) is None
     homes = ledger.homes()
     assert (homes["b"], homes["c"], homes["d"]) == (("slow", "main"), ("fast", "main.1"), ("third", "main.1"))
@@ -343,7 +344,7 @@ def test_what_another_controller_has_moved_is_not_moved_again(balancer: Balancer
 
 def test_our_own_moves_are_not_asked_for(ledger: Ledger) -> None:
     ledger.move(["d"], "fast", "main.1", "ours")
-    survey(Answering("fast", [done(server="main.1")]).host, "r", ledger)
+    survey(Answering("fast", [done(server="main.1")]).host, "r", ledger).note(ledger, "fast")
     assert ledger.share_sha256("fast", "main.1") == "ours"
 
 
@@ -362,16 +363,19 @@ def test_a_run_that_was_cancelled_where_one_host_was_away_is_not_taken_up(
     monkeypatch.setattr(
         _driving,
         "fan_out",
-        lambda *_, **__: {name: SimpleNamespace(value=value, error=error) for name, (value, error) in answers.items()},
+        lambda *_, **__: {
+            name: SimpleNamespace(value=None if error else Surveyed(list(shares)), error=error)
+            for name, (shares, error) in answers.items()
+        },
     )
     options = SimpleNamespace(jobs=1, connect_options=lambda: None)
     with pytest.raises(UsageError, match="h1: run r was cancelled") as caught:
         _driving._look_around(cast(Any, options), [], "r", ledger)
     assert "fleetdump cancel --run r" in caught.value.next_step
     answers["h1"] = ([done()], None)
-    assert not _driving._look_around(cast(Any, options), [], "r", ledger), "h2 has not told"
+    assert not _driving._look_around(cast(Any, options), [], "r", ledger).knows_all, "h2 has not told"
     answers["h2"] = ([], None)
-    assert _driving._look_around(cast(Any, options), [], "r", ledger)
+    assert _driving._look_around(cast(Any, options), [], "r", ledger).knows_all
 
 
 @pytest.mark.parametrize("busy", [0.0, 5.0, 15.0])

@@ -78,7 +78,7 @@ def test_a_run_has_one_controller_on_a_host_and_the_second_hears_who(
         (told,) = steering(other)
         assert (told.run, told.operator, told.pid, told.data) == ("r1", "tester@here", os.getpid(), DATA)
         assert told.folder == str(first.folder)
-        with pytest.raises(LockedError, match="r1 is being driven already") as refused, steered(other, second, never):
+        with pytest.raises(DrivenError, match="r1 is being driven already") as refused, steered(other, second, never):
             raise AssertionError("two drive it")
         for words in ("tester@here", f"process {os.getpid()}", str(first.folder), "since 20", "data.jsonl (40 samples"):
             assert words in refused.value.why
@@ -383,7 +383,7 @@ class Table:
 
     @contextlib.contextmanager
     def steered(self, host: Any, me: Any, _: object) -> Iterator[None]:
-        name = host.config.name
+        name = host.config.address
         time.sleep(self.slow.get((me, name), 0.0))
         if name in self.gone:
             raise UnreachableError("no route", name)
@@ -393,9 +393,9 @@ class Table:
         yield
 
 
-def begin(table: Table, me: str, names: Sequence[str]) -> dict[str, str]:
+def begin(table: Table, me: str, names: Sequence[str], addresses: Sequence[str] = ()) -> dict[str, str]:
     """What each host's thread came to: empty when it had its place."""
-    hosts = [HostConfig(name, name) for name in names]
+    hosts = [HostConfig(name, address) for name, address in zip(names, addresses or names, strict=True)]
     places = Places(cast(Any, me), hosts, lambda *_: None)
 
     def work(host: HostConfig) -> str:
@@ -424,6 +424,16 @@ def test_of_two_that_begin_in_the_same_moment_one_gets_all_hosts(table: Table) -
         first, second = pool.map(lambda me: begin(table, me, names), ["a", "b"])
     assert sorted([list(first.values()), list(second.values())]) == [["", "", ""], ["driven", "driven", "driven"]]
     assert len(set(table.has.values())) == 1
+
+
+def test_two_inventories_may_call_the_hosts_by_other_names(table: Table) -> None:
+    there = ["10.0.0.1", "10.0.0.2"]
+    table.slow = {("a", "10.0.0.2"): 0.3, ("b", "10.0.0.1"): 0.3}
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(begin, table, "a", ["left", "right"], there)
+        second = pool.submit(begin, table, "b", ["right", "left"], there)
+        outcomes = [list(first.result().values()), list(second.result().values())]
+    assert sorted(outcomes) == [["", ""], ["driven", "driven"]]
 
 
 def test_a_first_host_that_is_gone_keeps_nobody(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
