@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fleetdump.agent.scrub import printable
 from fleetdump.agent.steermessages import DataMark, SteerArgs, SteerResult
 from fleetdump.errors import DrivenError, FleetdumpError, LockedError, UnreachableError, UsageError, of_local_file
 from fleetdump.fleet import Host
@@ -47,7 +48,7 @@ class Controller:
         except OSError as error:
             raise of_local_file(error) from error
         place = f"{nonce}\n{socket.gethostname()}\n{self.folder.resolve()}"
-        return hashlib.sha256(place.encode()).hexdigest()[:16]
+        return hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
 
     def begin(self) -> None:
         """From now on it has an ``id``. For the one process of this machine that drives the run."""
@@ -80,7 +81,7 @@ def steered(host: Host, me: Controller, on_lost: Callable[[str], None]) -> Itera
     """
     answers: queue.Queue[Exception | None] = queue.Queue()
     began, over = threading.Event(), threading.Event()
-    args = SteerArgs(me.run, me.id, os.getpid(), str(me.folder.resolve()), me.data)
+    args = SteerArgs(me.run, me.id, os.getpid(), printable(str(me.folder.resolve())), me.data)
 
     def on_event(event: dict[str, Any]) -> None:
         if event.get("event") == "steering":

@@ -442,3 +442,11 @@ def test_a_first_host_that_is_gone_keeps_nobody(table: Table, monkeypatch: pytes
     monkeypatch.setattr(steering_module, "FIRST_SECONDS", 0.1)
     table.slow = {("a", "gpu01"): 1.0}
     assert begin(table, "a", ["gpu01", "gpu02"])["gpu02"] == ""
+
+
+def test_a_folder_of_any_name_has_a_controller_and_one_line_of_words(local_host: Host, tmp_path: Path) -> None:
+    me = controller(tmp_path / os.fsdecode(b"da\xff\nnext: run this"))
+    with steered(local_host, me, lambda _: None):
+        (place,) = local_host.call(StatusArgs(), StatusResult, verb="status").steering
+    assert place.controller == me.id
+    assert place.in_words.isprintable()
