@@ -15,7 +15,7 @@ from fleetdump.diagnosis.words import asked
 SILENCE_OF = {"init": 120.0, "serving": 60.0}
 """Where more is usual: a communicator of 8 GPUs was seen to take 62 s, and a batch of long prompts takes a minute."""
 STARVED_LINES = 2
-FIRST_SERVER_ERROR = 500
+FIRST_CLIENT_ERROR, FIRST_SERVER_ERROR = 400, 500
 ENGINE_WAITS_TOLD = 60.0
 """Seconds that vLLM's engine waits until it says so, each time."""
 ENGINE_WAITS_EVERY = 90.0
@@ -52,8 +52,11 @@ class Answers:
 
     @property
     def port_open(self) -> bool:
-        """The server listens. An owner that this user may not see is taken for it once its log says that it listens."""
+        """The server listens. An owner that this user may not see is taken for it once its log says that it listens,
+        and so is a port that could not be looked at once its log says that it is ready."""
         port, log = self.evidence.port, self.evidence.log
+        if any(probe.name == "port" and not probe.ok for probe in self.evidence.probes):
+            return self.evidence.launcher_alive and log.ready
         hidden = not port.owner_pid and self.evidence.launcher_alive and "port_in_use" not in log.troubles
         told = log.ready or not log.exists or log.phase in ("http", "warmup", "serving")
         return port.open and (port.ours or port.owner_pid == self.evidence.target.pid or (hidden and told))

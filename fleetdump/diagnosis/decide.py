@@ -7,6 +7,7 @@ from fleetdump.agent.evidence_types import Evidence
 from fleetdump.diagnosis import signatures
 from fleetdump.diagnosis.codes import CODES
 from fleetdump.diagnosis.members import is_held
+from fleetdump.diagnosis.plausible import plausible
 from fleetdump.diagnosis.registry import SIGNATURES, Step
 from fleetdump.diagnosis.suspect import telling_frame
 from fleetdump.diagnosis.types import CERTAINTY, PATTERN, STALL, Verdict
@@ -19,7 +20,7 @@ __all__ = ["diagnose", "signatures"]
 def diagnose(evidence: Evidence) -> list[Verdict]:
     """All verdicts that the evidence supports, best first: by decision order, then by confidence; never empty, no
     code twice."""
-    view = View(evidence)
+    view = View(plausible(evidence))
     found = [(step, verdict) for step, check in SIGNATURES if (verdict := check(view))]
     found = [item for item in found if item[0] == Step.ENDED] or found
     if view.foreign:

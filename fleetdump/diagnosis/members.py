@@ -107,9 +107,10 @@ class Members(Answers):
         unseen = self.evidence.launcher_alive and not self.evidence.processes
         if unseen or (self.spawning and not self.zombies):
             return []
-        present = {p.rank or 0 for p in self.schedulers}
+        present = {p.rank for p in self.schedulers}
         gone = [rank for rank in self.local_ranks if rank not in present]
-        if len(gone) <= len(self.unnamed):
+        unranked = sum(p.rank is None for p in self.schedulers)
+        if len(gone) <= len(self.unnamed) + unranked:
             gone = []
         return gone or self._lost_replicas
 

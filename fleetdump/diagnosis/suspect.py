@@ -9,7 +9,7 @@ from fleetdump.agent.evidence_host import GpuFacts
 from fleetdump.agent.evidence_process import ProcessFacts, Stack
 from fleetdump.diagnosis.movement import FULL_USE
 from fleetdump.diagnosis.types import DIRECT, LOG_ONLY, MEASURED, PATTERN
-from fleetdump.diagnosis.view import Spin, View
+from fleetdump.diagnosis.view import LOOKS_FOR_REQUESTS, Spin, View
 from fleetdump.diagnosis.words import rank_names
 
 COLLECTIVES = re.compile(
@@ -23,7 +23,6 @@ COLLECTIVES = re.compile(
 
 
 _LIBRARY_WAIT = re.compile(r"\((?:.*/)?(?:threading|queue|selectors|socket|ssl|subprocess|concurrent/futures/\w+)\.py:")
-_LOOKS_FOR_REQUESTS = re.compile(r"\brecv_(?:requests|reqs|from_)|\b_?poll_requests|\bget_next_batch")
 
 
 @dataclass
@@ -187,7 +186,7 @@ def _parted(view: View) -> Suspect | None:
 def _tells_requests(stack: Stack | None) -> bool:
     """It waits where the first rank tells the others of new requests."""
     return bool(stack and collective_of(stack.frames).startswith("broadcast")) and any(
-        _LOOKS_FOR_REQUESTS.search(frame) for frame in (stack.frames if stack else [])[:6]
+        LOOKS_FOR_REQUESTS.search(frame) for frame in (stack.frames if stack else [])[:6]
     )
 
 
@@ -226,7 +225,7 @@ def _outside(view: View) -> Suspect | None:
     if len(absent) != 1 or len(known) < 2 or len(known) < len(view.schedulers):
         return None
     stack = known[absent[0]]
-    if any(_LOOKS_FOR_REQUESTS.search(frame) for frame in stack.frames[:5]):
+    if any(LOOKS_FOR_REQUESTS.search(frame) for frame in stack.frames[:5]):
         return None
     others = rank_names(label for label in known if label != absent[0])
     waits = sorted({collective_of(known[label].frames) for label in known if label != absent[0]})

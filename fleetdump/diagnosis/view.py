@@ -13,8 +13,9 @@ from fleetdump.agent.evidence_process import (
     Trace,
 )
 from fleetdump.agent.evidence_types import ProbeRecord
+from fleetdump.diagnosis.answers import FIRST_CLIENT_ERROR, FIRST_SERVER_ERROR
 from fleetdump.diagnosis.members import is_held
-from fleetdump.diagnosis.movement import BLOCKED_CPU, CROWDED_CPU, SPIN_CPU, Movement
+from fleetdump.diagnosis.movement import BLOCKED_CPU, CROWDED_CPU, FULL_USE, SPIN_CPU, Movement
 
 FEW_SWITCHES = 20.0
 """Voluntary switches a second of a main thread: a spin has none, a blocked one a few; an idle scheduler thousands."""
@@ -37,6 +38,11 @@ _GRAMMAR = re.compile(
     r"grammar_(?:backend|bitmask)|RegexGuide|build_regex_from_schema",
     re.IGNORECASE,
 )
+IN_EPOLL = re.compile(r"ep_poll|epoll")
+IN_POLL = re.compile(r"(?<!e)poll_schedule_timeout|\bdo_(?:sys_)?poll")
+_IN_ANY_POLL = re.compile(rf"{IN_EPOLL.pattern}|{IN_POLL.pattern}")
+LOOKS_FOR_REQUESTS = re.compile(r"\brecv_(?:requests|reqs|from_)|\b_?poll_requests|\bget_next_batch")
+_LOOP = re.compile(rf"{LOOKS_FOR_REQUESTS.pattern}|\bevent_loop_")
 _SINCE_BOOT = re.compile(r"\[\s*(\d+\.\d+)\]")
 
 
@@ -88,6 +94,54 @@ class View(Movement):
         elif parted and not self.gpus:
             found.append(f"every rank waits and NCCL calls it parted, in {quiet:.0f} s without a word in the log")
         return found
+
+    @cached_property
+    def engine_turns(self) -> bool:
+        """It may have served, every rank looks for requests or goes round its loop, and nothing says that one fails:
+        whatever HTTP says or was not asked, no rank hangs. One that does in a collective, in a kernel or in code of its
+        own is not woken again and again."""
+        failing = self.starved or self.unserved or self.grammar_stacks or any(map(self._sleeps_elsewhere, self.members))
+        if not (self.port_open and self._may_have_served and self.complete) or failing:
+            return False
+        polling = any(map(_polls, self.schedulers))
+        return all(self._turns(p) or (polling and self._waits_for_requests(p)) for p in self.schedulers)
+
+    def _sleeps_elsewhere(self, process: ProcessFacts) -> bool:
+        """The detokenizer, or the launcher of a server that was asked in vain, does not wait for events."""
+        places = {"detokenizer": _IN_ANY_POLL}
+        if self._asked_in_vain:
+            places["launcher"] = IN_EPOLL
+        place, main = places.get(process.role), process.main
+        return bool(place and main and main.wchan and is_blocked(process) and not place.search(main.wchan))
+
+    @property
+    def _may_have_served(self) -> bool:
+        """Its log may be gone or tell little: then nothing but an answer of ``/health`` says that it still starts."""
+        return self.was_ready or not self.engine_was_asked
+
+    @property
+    def engine_was_asked(self) -> bool:
+        """``/health`` was answered by more than a guard or a router in front of it, or not in time."""
+        health = self.answer("/health")
+        return health is not None and not FIRST_CLIENT_ERROR <= health.status < FIRST_SERVER_ERROR
+
+    @property
+    def _asked_in_vain(self) -> bool:
+        return any(not probe.status for probe in self.evidence.http)
+
+    def _turns(self, process: ProcessFacts) -> bool:
+        """It is woken again and again, not from a sleep of its own that does nothing else."""
+        main, stack, gpu = process.main, self.stack(process), self.gpu_of(process)
+        if main is None or is_spinning(process) or main.voluntary < FEW_SWITCHES or main.cpu < BLOCKED_CPU:
+            return False
+        return stack is None or _in_its_loop(stack) or bool(gpu and gpu.utilization)
+
+    def _waits_for_requests(self, process: ProcessFacts) -> bool:
+        """It sleeps until one comes (``--sleep-on-idle``): the first rank in poll, the others until that tells them."""
+        stack, gpu = self.stack(process), self.gpu_of(process)
+        idle = gpu is None or gpu.utilization < FULL_USE
+        there = _in_its_loop(stack) if stack else not self._asked_in_vain
+        return idle and is_blocked(process) and there
 
     @property
     def on_later_host(self) -> bool:
@@ -207,6 +261,15 @@ def is_spinning(process: ProcessFacts) -> bool:
     if main is None or main.voluntary >= FEW_SWITCHES or process.state in "TtZX":
         return False
     return main.cpu >= SPIN_CPU or (main.demand >= SPIN_CPU and main.cpu >= CROWDED_CPU)
+
+
+def _polls(process: ProcessFacts) -> bool:
+    return process.main is not None and is_blocked(process) and bool(IN_POLL.search(process.main.wchan))
+
+
+def _in_its_loop(stack: Stack) -> bool:
+    """It is where a scheduler looks for requests, or no deeper than its loop's own functions."""
+    return any(_LOOP.search(frame) for frame in stack.frames[:5])
 
 
 def _is_busy(process: ProcessFacts) -> bool:

@@ -27,7 +27,8 @@ _ALL_REDUCE = re.compile(
 def stands_still(view: View) -> bool:
     """Everybody lives, and nothing has moved for longer than it may."""
     explained = compiles(view) or mute(view)
-    return view.complete and not (view.healthy or view.progress or explained or view.silent_too_short)
+    moves = view.healthy or view.engine_turns or view.progress
+    return view.complete and not (moves or explained or view.silent_too_short)
 
 
 @signature(Step.COLLECTIVES)

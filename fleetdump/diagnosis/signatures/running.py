@@ -57,7 +57,9 @@ def busy(view: View) -> Verdict | None:
     """``/health`` or a request fails or is slow, but batches move."""
     health = view.answer("/health")
     reads = view.disk_rate >= BULK_RATE
-    told = view.gpus_work or view.failed_requests or reads or (view.bar and view.evidence.log.news)
+    # Without /health what ranks do counts, and lines alone don't: the HTTP server logs whom it answers.
+    ranks_move = not view.engine_was_asked and not view.evidence.log.news
+    told = view.gpus_work or view.failed_requests or reads or ranks_move or (view.bar and view.evidence.log.news)
     working = view.progress if told and view.complete else []
     if not view.port_open or view.healthy or view.gone or view.starved or not (view.forwards or working):
         return None
@@ -73,6 +75,31 @@ def busy(view: View) -> Verdict | None:
         view.phase,
         evidence=[f"GET /health: {answer}", *view.unserved, *moved],
         next_steps=["wait, or raise the client's time limit"],
+    )
+
+
+@signature(Step.PROGRESS)
+def engine_turns(view: View) -> Verdict | None:
+    """All ranks look for requests or go round their loops, and ``/health`` did not say so, for whatever reason."""
+    if view.healthy or not view.engine_turns:
+        return None
+    health = view.answer("/health")
+    said = f"GET /health: {health.status or health.error}" if health else "no answer of /health is in the evidence"
+    return Verdict(
+        "BUSY_NOT_HUNG",
+        f"no rank hangs (all look for requests or work); whether requests are answered is not known: {said}",
+        PATTERN,
+        WAIT,
+        view.phase,
+        evidence=[
+            *(
+                f"{name_of(p)}: {p.main.cpu:.0%} of a core, woken {p.main.voluntary:.0f} times a second"
+                for p in view.schedulers
+                if p.main
+            ),
+            *map(asked, view.evidence.http),
+        ],
+        next_steps=["ask GET /health, with the API key if the server has one: it generates a token"],
     )
 
 
@@ -122,7 +149,8 @@ def _undecided_here(view: View) -> bool:
 @signature(Step.WAITING)
 def request_stuck(view: View) -> Verdict | None:
     """The port is open, no request gets through and nothing moves: the warm-up request, or a later one, is stuck."""
-    stuck = view.port_open and not view.healthy and not view.progress and not compiles(view)
+    moves = view.healthy or view.engine_turns or view.progress or compiles(view)
+    stuck = view.port_open and not moves
     if not stuck or not view.complete or view.silent_too_short or view.grammar_stacks or _undecided_here(view):
         return None
     found = suspect(view)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from fleetdump.agent.evidence_process import ProcessFacts
 from fleetdump.diagnosis.movement import SPIN_CPU
 from fleetdump.diagnosis.registry import Step, signature
 from fleetdump.diagnosis.types import DIRECT, MEASURED, WAIT, Verdict
-from fleetdump.diagnosis.view import FEW_SWITCHES, View, is_blocked
+from fleetdump.diagnosis.view import FEW_SWITCHES, IN_EPOLL, IN_POLL, View, is_blocked
 from fleetdump.diagnosis.words import asked, name_of
-
-_IN_EPOLL = re.compile(r"ep_poll|epoll")
-_IN_POLL = re.compile(r"(?<!e)poll_schedule_timeout|\bdo_(?:sys_)?poll")
 
 
 @signature(Step.ANSWERING)
@@ -46,7 +41,8 @@ def api_loop(view: View) -> Verdict | None:
     requests."""
     launcher = view.launcher
     busy = view.api_process or _sleeps_beside_its_loop(view)
-    if not view.port_open or view.healthy or busy is None or launcher is None or not view.complete:
+    unanswered = any(not probe.status for probe in view.evidence.http)
+    if not view.port_open or not unanswered or view.healthy or busy is None or launcher is None or not view.complete:
         return None
     idle = [p for p in view.schedulers if _is_free(p)]
     if len(idle) < len(view.schedulers) or view.forwards or not view.schedulers:
@@ -79,7 +75,7 @@ def _sleeps_beside_its_loop(view: View) -> ProcessFacts | None:
     silent = [h for h in view.evidence.http if not h.status and "refused" not in h.error]
     if launcher is None or launcher.main is None or len(silent) < max(2, len(view.evidence.http)):
         return None
-    elsewhere = launcher.main.wchan and not _IN_EPOLL.search(launcher.main.wchan)
+    elsewhere = launcher.main.wchan and not IN_EPOLL.search(launcher.main.wchan)
     return launcher if elsewhere and is_blocked(launcher) and not view.silent_too_short else None
 
 
@@ -89,4 +85,4 @@ def _is_free(process: ProcessFacts) -> bool:
     main = process.main
     if main is None or main.cpu >= SPIN_CPU:
         return False
-    return main.voluntary >= FEW_SWITCHES or bool(_IN_POLL.search(main.wchan))
+    return main.voluntary >= FEW_SWITCHES or bool(IN_POLL.search(main.wchan))
