@@ -42,9 +42,9 @@ def shorten(value: Any) -> Any:
     return value
 
 
-def record(ctx: AgentContext, *, ok: bool, started: float, seconds: float) -> None:
-    """Append this call to ``audit.jsonl`` by one ``write`` with O_APPEND, so that lines of two agents never mix.
-    An ``OSError`` names that file."""
+def record(ctx: AgentContext, *, ok: bool, started: float, seconds: float, code: str = "") -> None:
+    """Append this call, which failed with ``code`` unless it is ``ok``, to ``audit.jsonl`` by one ``write`` with
+    O_APPEND, so that lines of two agents never mix. An ``OSError`` names that file."""
     line = {
         "v": FORMAT_VERSION,
         "t": started,
@@ -53,6 +53,7 @@ def record(ctx: AgentContext, *, ok: bool, started: float, seconds: float) -> No
         "args": shorten(ctx.request.args),
         "ok": ok,
         "seconds": round(seconds, 3),
+        "code": code,
     }
     path = ctx.state.root / FILE
     with naming(path):

@@ -113,7 +113,11 @@ def check_shared(interpreter: Interpreter, servers: Sequence[ServerSpec], state:
         text = f"{_names(old, ours)} started before patch {record.patch} {record.version} and run the code from before"
         findings.append(Finding("shared", "warning", text, "start them anew where they are to have the patch"))
     others = [user for user in users if ours.get(user.pid) not in mine and user not in old]
-    if others:
+    if others and record is not None:
+        text = f"{facts.package} is also run by {_names(others, ours)}, with patch {record.patch} {record.version}"
+        fix = "stop them before that patch is replaced or reverted"
+        findings.append(Finding("shared", "warning", text, fix))
+    elif others:
         text = (
             f"{facts.package} is also run by {_names(others, ours)}: patched in place, they get it at their next start"
         )
@@ -126,6 +130,4 @@ def check_shared(interpreter: Interpreter, servers: Sequence[ServerSpec], state:
 
 
 def _names(users: Sequence[EngineUser], ours: Mapping[int, str]) -> str:
-    return ", ".join(
-        f"our server {ours[user.pid]} (pid {user.pid})" if user.pid in ours else str(user) for user in users
-    )
+    return "; ".join(user.in_words(ours) for user in users)

@@ -36,7 +36,8 @@ def check_capture_memory(args: ProbeArgs) -> Checked:
     on_cpu = all(is_on_cpu(server) for server in args.servers)
     memory = args.ring_bytes + (args.device_bytes if on_cpu else 0)
     kind = "" if on_cpu else "pinned "
-    text = f"capture takes at most {memory / GIB:.1f} GiB of {kind}memory for each of {writers} writing processes"
+    whose = f"each of {writers} writing processes" if writers > 1 else "its one writing process"
+    text = f"capture takes at most {memory / GIB:.1f} GiB of {kind}memory for {whose}"
     if not on_cpu:
         text += f", and {args.device_bytes / GIB:.1f} GiB of its GPU beside SGLang's pool"
     free = _memory()[1]

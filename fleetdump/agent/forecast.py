@@ -17,10 +17,10 @@ NONE, START, REPLACE = "none", "start", "replace"
 
 
 def forecast(args: ForecastArgs, ctx: AgentContext) -> ForecastResult:
-    """Raises ``AgentFailure`` for what would stop ``patch`` or ``launch``."""
+    """Raises ``AgentFailure`` for what would stop ``patch``, ``revert`` or ``launch``."""
     return ForecastResult(
         [patching.patch(patch, ctx) for patch in args.patches],
-        [patching.read_state(engine.python, env=engine.env) for engine in args.reverts],
+        [patching.would_revert(engine, ctx) for engine in args.reverts],
         [_launch(launch, ctx) for launch in args.launches],
     )
 

@@ -143,7 +143,9 @@ class AuditArgs:
 
 @dataclass
 class AuditEntry:
-    """One verb that changed the host: when it began (Unix time), who asked for it, with what, and how it ended."""
+    """One verb that changed the host: when it began (Unix time), who asked for it, with what, and how it ended.
+    ``code`` says of one that failed how (``AgentError.code``, ``gone`` when its controller was, ``exit`` with the
+    status of a command that it ran); empty when it is not known."""
 
     t: float
     operator: str
@@ -151,6 +153,7 @@ class AuditEntry:
     args: Dict[str, Any]
     ok: bool
     seconds: float
+    code: str = ""
     v: int = 1
 
 
@@ -194,6 +197,11 @@ class ControllerResult:
     err: str
     pid: int = 0
     log: str = ""
+
+    @property
+    def failure(self) -> str:
+        """For the audit log; empty when all went well."""
+        return f"exit {self.code}" if self.code else ""
 
 
 @dataclass

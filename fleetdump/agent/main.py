@@ -132,28 +132,47 @@ def dispatch(ctx: AgentContext) -> Any:
         return call(args, ctx)
     if not verb.urgent:
         lease.respect(ctx)
-    with host_lock(ctx, verb.urgent), _audited(ctx, verb.urgent):
-        return call(args, ctx)
+    with host_lock(ctx, verb.urgent), _audited(ctx, verb.urgent) as outcome:
+        result = call(args, ctx)
+        outcome.code = getattr(result, "failure", "")
+        outcome.ok = not outcome.code
+        return result
+
+
+class _Outcome:
+    """How an audited call ended: badly, until it is known to have gone well."""
+
+    ok = False
+    code = ""
 
 
 @contextlib.contextmanager
-def _audited(ctx: AgentContext, urgent: bool) -> Iterator[None]:
+def _audited(ctx: AgentContext, urgent: bool) -> Iterator[_Outcome]:
     started, clock = time.time(), time.monotonic()
     if not urgent:
         audit.refuse_damage(ctx)
-    ok = False
+    outcome = _Outcome()
     try:
-        yield
-        ok = True
+        yield outcome
+    except Exception as error:
+        outcome.code = _code_of(error)
+        raise
     finally:
+        ok, code = outcome.ok, outcome.code
         # ``clean`` removes the audit log with everything else; a line must not bring the directory back.
         if ctx.state.root.is_dir():
             try:
-                audit.record(ctx, ok=ok, started=started, seconds=time.monotonic() - clock)
+                audit.record(ctx, ok=ok, started=started, seconds=time.monotonic() - clock, code=code)
             except OSError as error:
                 if ok and not (urgent and error.errno in (*NOT_WRITABLE, errno.EISDIR)):
                     raise
                 print(f"this call is not audited: {error}", file=sys.stderr)
+
+
+def _code_of(error: Exception) -> str:
+    if isinstance(error, ControllerGone):
+        return "gone"
+    return (error.error if isinstance(error, AgentFailure) else _explain(error)).code
 
 
 def _failed(error: AgentError) -> Dict[str, Any]:

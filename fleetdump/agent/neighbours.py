@@ -8,7 +8,7 @@ import pwd
 import shutil
 import time
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Set
+from typing import Dict, List, Mapping, Optional, Set
 
 from fleetdump.agent import engine, procfs
 from fleetdump.agent.engine import EngineFacts
@@ -52,6 +52,16 @@ class EngineUser:
 
     def __str__(self) -> str:
         return f"pid {self.pid} of user {self.user}"
+
+    def in_words(self, ours: Mapping[int, str]) -> str:
+        """Whose it seems to be. ``ours``: names of the servers of this state directory, by pid."""
+        if self.pid in ours:
+            return f"our server {ours[self.pid]} (pid {self.pid})"
+        log = procfs.read_link(f"{PROC}/{self.pid}/fd/1") or ""
+        folder, name = os.path.split(os.path.dirname(log))
+        if os.path.basename(log) != "server.log" or os.path.basename(folder) != "servers":
+            return str(self)
+        return f"{self}, server {name} of the state directory {os.path.dirname(os.path.dirname(folder))}"
 
 
 def engine_users(facts: EngineFacts) -> List[EngineUser]:

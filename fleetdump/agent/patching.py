@@ -13,12 +13,14 @@ from fleetdump.agent import applicable, engine, packagechange, patchfiles, patch
 from fleetdump.agent.changes import Change
 from fleetdump.agent.context import AgentContext
 from fleetdump.agent.engine import EngineFacts
+from fleetdump.agent.neighbours import engine_users
 from fleetdump.agent.package import Package
 from fleetdump.agent.patchmessages import PatchArgs, PatchResult, PatchState, RevertArgs, RevertResult
 from fleetdump.agent.patchrecord import FOLDER, PatchRecord
 from fleetdump.agent.patchsurvey import MARKER, Survey, edits_by_module, is_in, modules_of, survey_of, survey_unrecorded
 from fleetdump.agent.protocol import AgentFailure, to_json
-from fleetdump.agent.specs import DELIVERIES, Edit, PatchSpec
+from fleetdump.agent.server import readable_records
+from fleetdump.agent.specs import DELIVERIES, Edit, Interpreter, PatchSpec
 
 IN_PLACE, IMPORT_HOOK = DELIVERIES
 _RUN_EDIT = "import sys; sys.path.insert(0, sys.argv[1]); from fleetdump.agent.edit import main; main()"
@@ -90,7 +92,8 @@ def plan_on_clean(args: PatchArgs, ctx: AgentContext) -> List[Change]:
 
 
 def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
-    """Restore every file that a patch of ours changed; raises ``AgentFailure`` conflict when one was edited since."""
+    """Restore every file that a patch of ours changed; raises ``AgentFailure`` conflict when one was edited since, or
+    when a server runs what the patch made, whoever started it."""
     facts = _facts(args.python, env=args.env, timeout=_limit(ctx))
     site = Path(facts.site)
     clean = PatchState("clean")
@@ -101,10 +104,22 @@ def revert(args: RevertArgs, ctx: AgentContext) -> RevertResult:
         before = survey_of(facts)
         if before.record is None:
             return RevertResult(False, clean, clean)
+        _refuse_used(facts, before.record, ctx)
         _refuse_foreign(before, args.force)
         _set_aside(before, ctx)
         verified = patchfiles.take_out(site, before.record, before.stale)
         return RevertResult(True, before.state, clean, verified)
+
+
+def would_revert(interpreter: Interpreter, ctx: AgentContext) -> PatchState:
+    """What ``revert`` would take out once our own servers are stopped; raises as it does for others' servers."""
+    state = read_state(interpreter.python, env=interpreter.env)
+    if state.patch:
+        facts = _facts(interpreter.python, env=interpreter.env, timeout=_limit(ctx))
+        record = patchrecord.load(Path(facts.site))
+        if record is not None:
+            _refuse_used(facts, record, ctx, but_ours=True)
+    return state
 
 
 def read_state(
@@ -173,6 +188,22 @@ def _refuse_foreign(survey: Survey, force: bool = False) -> None:
         next_step=f"{reinstall}, then try again"
         if first.lost
         else f"undo that edit, or {reinstall}, then try again; or use --force",
+    )
+
+
+def _refuse_used(facts: EngineFacts, record: PatchRecord, ctx: AgentContext, but_ours: bool = False) -> None:
+    """A server from before the patch runs the code as it was: it loses nothing."""
+    ours = {one.pid: one.name for one in readable_records(ctx.state)[0]}
+    users = [user for user in engine_users(facts) if user.started_at >= record.applied_at]
+    users = [user for user in users if not (but_ours and user.pid in ours)]
+    if not users:
+        return
+    raise AgentFailure(
+        "conflict",
+        "the patch is in use",
+        where=facts.package,
+        why=f"running: {'; '.join(user.in_words(ours) for user in users)}",
+        next_step="stop them where they were started (fleetdump stop, with that inventory), then fleetdump revert",
     )
 
 

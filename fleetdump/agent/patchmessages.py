@@ -72,7 +72,8 @@ class PatchResult:
 
 @dataclass
 class RevertArgs:
-    """Restore the engine that ``python`` imports with ``env`` set, byte for byte. ``force``: files that were edited
+    """Restore the engine that ``python`` imports with ``env`` set, byte for byte; refused while a server that was
+    started since the patch runs there, another state directory's too. ``force``: files that were edited
     after our patch are put aside in the state directory and restored too."""
 
     python: str

@@ -76,7 +76,7 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
         envvar="FLEETDUMP_INVENTORY",
         default=DEFAULT_INVENTORY,
         show_default=True,
-        help="Inventory file.",
+        help="Inventory file; the environment variable FLEETDUMP_INVENTORY names another default.",
     )
     @click.option(
         "--host",
@@ -85,8 +85,19 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Hosts: names, addresses, globs, gpu[01-08], @group, comma lists; may be repeated. Default: all.",
     )
     @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these hosts out.")
-    @click.option("--ad-hoc", is_flag=True, help="Allow hosts that the inventory does not have.")
-    @click.option("--json", "as_json", is_flag=True, help="One JSON object a host on stdout.")
+    @click.option(
+        "--ad-hoc",
+        is_flag=True,
+        help="Also a --host that the inventory does not have, with its defaults. Commands that only look take such a"
+        " one by its address, or a name with a dot, without this.",
+    )
+    @click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="One JSON object a line on stdout: a result a host, and before it events where a command goes on for a"
+        " while.",
+    )
     @click.option("--accept-new", is_flag=True, help="Accept and remember unknown host keys (never changed ones).")
     @click.option("--jobs", type=click.IntRange(1, 256), default=32, show_default=True, help="Hosts at a time.")
     @functools.wraps(command)

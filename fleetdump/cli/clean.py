@@ -38,7 +38,7 @@ def _code(result: CleanResult) -> ExitCode:
     "--discard",
     multiple=True,
     metavar="RUN",
-    help="With --data: give up the samples of this run that were not collected.",
+    help="With --data: give up the samples of this run that were not collected; may be repeated.",
 )
 @click.option("--check", "dry_run", is_flag=True, help="Only list what would go, and what stands in the way.")
 @runs_dir_option

@@ -58,10 +58,10 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
     if to is not None and not data:
         raise click.UsageError("--to says where shards go: add --data")
     pull_options = PullOptions(run_name, (to or runs_dir) if data else None)
-    pulls: list[PullReport] = []
 
     def show(host: str, report: PullReport) -> None:
-        pulls.append(report)
+        if is_new and not report.has_run:
+            return
         text = f"{host}: {report.lines} new samples, {report.shards} files, {size(report.bytes)}"
         out.print(
             text + (f"; still running: {', '.join(report.unfinished)}" if report.unfinished else ""), markup=False
@@ -82,7 +82,8 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
         if is_new and not ledger.shares():
             shutil.rmtree(ledger_file.parent)
             sys.exit(worst([report.close(), _unknown_run(run_name, runs_dir)]))
-        merged = merge(ledger, pull_options, runs_dir)
+        found = [outcome.value for outcome in outcomes.values() if outcome.value is not None]
+        merged = merge(ledger, pull_options, runs_dir, goes_on=any(pulled.goes_on for pulled in found))
         merged.not_here = write_missing(ledger, ledger_file.parent, with_files=data)
         _write(merged)
         write_rejected(ledger, ledger_file.parent)
@@ -92,7 +93,7 @@ def collect(options: FleetOptions, run_name: str, data: bool, to: Path | None, r
     else:
         _show_merged(merged)
     try:
-        require_whole(merged, [outcome.value for outcome in outcomes.values() if outcome.value is not None])
+        require_whole(merged, found)
     except FleetdumpError as error:
         print_error(error)
         code = worst([code, error.exit_code])
@@ -126,15 +127,16 @@ def _write(merged: CollectReport) -> None:
 
 
 def _show_merged(merged: CollectReport) -> None:
+    not_done = f" {merged.not_done} not done yet," if merged.not_done else ""
     out.print(
-        f"run {merged.run}: {merged.samples} of {merged.expected} samples, {merged.tokens} tokens, {merged.lost} lost,"
-        f" {merged.duplicated} duplicated, {merged.rejected} rejected; {merged.manifest}",
+        f"run {merged.run}: {merged.samples} of {merged.expected} samples, {merged.tokens} tokens,{not_done}"
+        f" {merged.lost} lost, {merged.duplicated} duplicated, {merged.rejected} rejected; {merged.manifest}",
         markup=False,
     )
     if merged.not_here:
         out.print(f"  {not_here_words(merged)}", markup=False)
     listed = (
-        ("missing", merged.missing, merged.lost),
+        ("not done" if merged.not_done else "missing", merged.missing, merged.lost + merged.not_done),
         ("rejected", merged.rejects, merged.rejected),
         ("differs", merged.mismatches, len(merged.mismatches)),
     )

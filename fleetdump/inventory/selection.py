@@ -115,7 +115,7 @@ class Inventory:
             "; ".join(f"no host matches {pattern!r}{did_you_mean(pattern, valid)}" for pattern in unknown[:10]),
             str(self.path),
             f"the inventory has {', '.join(known[:20])}{' ...' if len(known) > 20 else ''}",
-            "correct the pattern; for a host outside the inventory, commands that change something need --ad-hoc",
+            "correct the pattern, or add --ad-hoc for a host that the inventory does not have",
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fleetdump.agent.hostmessages import StatusArgs, StatusResult
-from fleetdump.agent.runmessages import ManifestArgs, ManifestResult
+from fleetdump.agent.runmessages import FINISHED, ManifestArgs, ManifestResult
 from fleetdump.dataset.lines import LineFault, Source, check_line, check_reject
 from fleetdump.errors import HostError
 from fleetdump.fleet import Host
@@ -29,21 +29,31 @@ def pull(host: Host, options: PullOptions, ledger: Ledger) -> PullReport:
     """Take in what is new in the host's manifests and, with ``options.to``, its shards. Raises what ``Host.call``
     raises; then everything pulled so far is kept, and the next call goes on from there."""
     report = PullReport(host.config.name)
-    for share in _shares(host, options.run, ledger):
+    for share in _shares(host, options.run, ledger, report):
         _pull_lines(host, options.run, share, ledger, report)
     if options.to is not None:
         pull_shards(host, options.run, options.to / options.run / host.config.name, ledger, report)
     return report
 
 
-def _shares(host: Host, run: str, ledger: Ledger) -> list[ShareRow]:
-    """The host's shares of the run: those that it says it has, so that a deleted ledger is rebuilt by collecting."""
+def _shares(host: Host, run: str, ledger: Ledger, report: PullReport) -> list[ShareRow]:
+    """The host's shares of the run: those that it says it has, so that a deleted ledger is rebuilt by collecting. What
+    it says of the run goes into ``report``."""
     status = host.call(StatusArgs(), StatusResult, verb="status")
     for progress in status.shares:
         if progress.run == run:
             ledger.meet_share(host.config.name, progress.server, progress.share_id)
+    report.goes_on = run_goes_on(status, run)
     there = {progress.server for progress in status.shares if progress.run == run}
+    report.has_run = bool(there)
     return [share for share in ledger.shares(host.config.name) if share.server in there]
+
+
+def run_goes_on(status: StatusResult, run: str) -> bool:
+    """Whether somebody works on the run on that host: a driver, or who drives it, from there or elsewhere."""
+    drivers = (share.driver_alive and share.state not in FINISHED for share in status.shares if share.run == run)
+    controllers = (one.alive for one in status.controllers if one.run == run)
+    return any(drivers) or any(controllers) or any(by.run == run for by in status.steering)
 
 
 def _pull_lines(host: Host, run: str, share: ShareRow, ledger: Ledger, report: PullReport) -> None:

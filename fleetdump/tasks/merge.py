@@ -31,9 +31,10 @@ class PullOptions:
 
 @dataclass
 class CollectReport:
-    """The run as it is known here after a collect. ``lost`` counts samples that are neither delivered nor rejected,
-    ``missing`` names the first of them; ``mismatches`` name settings that differ between servers. ``not_here``: how
-    many samples each host has whose files were not brought here, where they were to be."""
+    """The run as it is known here after a collect. ``lost`` counts samples that are neither delivered nor rejected and
+    that nobody works on, ``not_done`` those of a run that goes on; ``missing`` names the first of both.
+    ``mismatches`` name settings that differ between servers. ``not_here``: how many samples each host has whose files
+    were not brought here, where they were to be."""
 
     run: str
     samples: int
@@ -47,11 +48,12 @@ class CollectReport:
     rejects: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     not_here: dict[str, int] = field(default_factory=dict)
+    not_done: int = 0
 
 
-def merge(ledger: Ledger, options: PullOptions, runs_dir: Path) -> CollectReport:
+def merge(ledger: Ledger, options: PullOptions, runs_dir: Path, *, goes_on: bool = False) -> CollectReport:
     """Write the run's merged manifest (each sample once, in the data set's order, replaced at once) and say what is
-    there and what is not."""
+    there and what is not; of a run that ``goes_on``, what is not done yet."""
     target = (options.to or runs_dir) / options.run / "manifest.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
     settings: dict[str, dict[str, set[str]]] = {key: {} for key in SETTINGS}
@@ -73,7 +75,8 @@ def merge(ledger: Ledger, options: PullOptions, runs_dir: Path) -> CollectReport
         run=options.run,
         samples=totals.delivered - len(damaged),
         expected=totals.expected,
-        lost=totals.lost + len(damaged),
+        lost=len(damaged) + (0 if goes_on else totals.lost),
+        not_done=totals.lost if goes_on else 0,
         duplicated=totals.duplicated,
         rejected=totals.rejected,
         tokens=tokens,
@@ -115,9 +118,12 @@ def require_whole(report: CollectReport, pulls: Sequence[PullReport]) -> None:
         problems.insert(0, f"{report.lost} of {report.expected} samples are not there, first {report.missing[0]}")
     if report.not_here:
         problems.insert(0, not_here_words(report))
+    only_goes_on = report.not_done > 0 and not problems
+    if report.not_done:
+        problems.insert(0, f"{report.not_done} of {report.expected} samples are not done yet")
     if problems:
         raise FleetdumpError(
-            f"run {report.run} is not complete",
+            f"run {report.run} is not complete" + (" yet: it goes on" if only_goes_on else ""),
             why="; ".join(problems[:5]) + (f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""),
             next_step=_next_step(report),
         )
@@ -132,6 +138,8 @@ def not_here_words(report: CollectReport) -> str:
 
 
 def _next_step(report: CollectReport) -> str:
+    if report.not_done:
+        return f"fleetdump attach --run {report.run} watches it; collect again when it has ended"
     go_on = "fleetdump extract with the same data goes on where the run stands; then collect again"
     if not report.not_here:
         return go_on

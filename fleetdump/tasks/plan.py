@@ -263,7 +263,7 @@ def require_deployed(hosts: Mapping[str, tuple[HostConfig, ProbeResult]]) -> Non
     hosts_of = ",".join(compress(sorted({one.partition("/")[0] for one in missing})))
     if missing:
         raise UsageError(
-            f"{len(missing)} of {len(servers)} servers were never launched",
+            f"{len(missing)} of {len(servers)} servers {'was' if len(missing) == 1 else 'were'} never launched",
             ", ".join(missing[:NAMED]) + (" …" if len(missing) > NAMED else ""),
             "samples are computed by servers that fleetdump has launched with the patch",
             f"fleetdump deploy --host {hosts_of}; or leave them out: --exclude {hosts_of}",

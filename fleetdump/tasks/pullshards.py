@@ -38,6 +38,9 @@ class PullReport:
     unfinished: list[str] = field(default_factory=list)
     """Shares that are not done: more lines will come."""
     faults: list[str] = field(default_factory=list)
+    has_run: bool = False
+    goes_on: bool = False
+    """Somebody works on the run there: a driver, or who drives it."""
 
 
 def pull_shards(host: Host, run: str, folder: Path, ledger: Ledger, report: PullReport) -> None:

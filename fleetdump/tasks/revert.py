@@ -13,7 +13,8 @@ from fleetdump.tasks.steps import Event
 
 @task
 def revert(host: Host, on_event: Event, force: bool = False) -> list[RevertResult]:
-    """Revert every engine of the host; raises ``HostError`` (conflict) while a server of ours runs on it."""
+    """Revert every engine of the host; raises ``HostError`` (conflict) while a server of ours runs on it, or anybody
+    else's runs what the patch made."""
     status = host.call(StatusArgs(), StatusResult, verb="status")
     alive = [server for server in status.servers if server.state in ("starting", "ready")]
     if alive:

@@ -83,13 +83,10 @@ def logs(host: Host, view: LogView, on_line: Callable[[str], None]) -> LogsResul
 
 @task
 def stop(host: Host, servers: list[str], on_event: Event) -> StopResult:
-    """Stop our servers of the host; all when ``servers`` is empty. Raises ``UsageError`` for a name that neither the
-    host nor its inventory entry knows."""
-    result = stop_servers(host, on_event, servers)
-    if servers:
-        for name in result.absent:
-            host.config.server(name)
-    return result
+    """Stop our servers of the host; all when ``servers`` is empty. Raises ``UsageError``, before any is stopped, for a
+    name that neither the host nor its inventory entry knows."""
+    require_known(host, servers)
+    return stop_servers(host, on_event, servers)
 
 
 @task

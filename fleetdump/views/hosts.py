@@ -56,7 +56,8 @@ def show_audit(host: str, audit: AuditResult) -> None:
     out.print(f"[bold]{quoted(host)}[/]  {quoted(audit.holder) or 'nobody changes it now'}")
     for entry in audit.entries:
         began = datetime.fromtimestamp(entry.t).astimezone().isoformat(" ", "seconds")
-        outcome = f"{'[green]ok' if entry.ok else '[red]failed'}[/] in {duration(entry.seconds)}"
+        how = f" ({quoted(entry.code)})" if entry.code else ""
+        outcome = f"{'[green]ok' if entry.ok else '[red]failed'}[/]{how} in {duration(entry.seconds)}"
         what = f"{entry.operator or '?'}  {change_in_words(entry)}"
         out.print(f"  {began}  {quoted(what)}  {outcome}")
 

@@ -29,13 +29,19 @@ def show_preview(host: str, result: PreviewResult) -> None:
         err.print(f"  warning: {warning}", markup=False)
 
 
+def _have(number: int) -> str:
+    return "has" if number == 1 else "have"
+
+
 def warnings(result: PreviewResult) -> list[str]:
     """What is odd about the loss masks, in words."""
     found = []
     if result.tokens and result.supervised in (0, result.tokens) and set(result.methods) != {"text"}:
         found.append(f"{'no' if not result.supervised else 'every'} token is supervised")
     if result.unsupervised_samples:
-        found.append(f"{result.unsupervised_samples} of these samples have no supervised token")
+        found.append(
+            f"{result.unsupervised_samples} of these samples {_have(result.unsupervised_samples)} no supervised token"
+        )
     if result.all_supervised_samples:
         found.append(f"in {result.all_supervised_samples} of these conversations every token is supervised")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fleetdump.agent.hostmessages import StatusResult
-from fleetdump.agent.runmessages import TapStatus
+from fleetdump.agent.runmessages import CANCEL, RunProgress, TapStatus
 from fleetdump.agent.servermessages import ServerState
 from fleetdump.views.console import duration, out, quoted, size
 
@@ -39,7 +39,7 @@ def _show_host(host: str, status: StatusResult) -> None:
     out.print(f"[bold]{quoted(host)}[/]  {servers}{quoted(text)}; our files {size(status.state_bytes)}")
     for share in status.shares:
         out.print(
-            f"  run {quoted(share.run)} on {quoted(share.server)}: {share.state}, {share.done}/{share.samples} samples,"
+            f"  run {quoted(share.run)} on {quoted(share.server)}: {_how_far(share)},"
             f" {share.tokens_per_second:.0f} tok/s, {size(share.bytes_written)}"
             + (f"; {quoted(share.detail)}" if share.detail else "")
         )
@@ -48,6 +48,13 @@ def _show_host(host: str, status: StatusResult) -> None:
             out.print(f"  run {quoted(one.run)} is driven from here, for {quoted(one.operator)} (pid {one.pid})")
     for by in status.steering:
         out.print(f"  run {quoted(by.run)} is driven {quoted(by.in_words)}")
+
+
+def _how_far(share: RunProgress) -> str:
+    """A share that has ended because it was cancelled has done no more than it says."""
+    if share.state == "done" and share.order == CANCEL and share.done < share.samples:
+        return f"cancelled, {share.done} of {share.samples} done"
+    return f"{share.state}, {share.done}/{share.samples} samples"
 
 
 def _figures(server: ServerState, status: StatusResult) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ def test_broken_rows_among_good_ones(fleet: Fleet) -> None:
     """They are named; where no server was launched no run is begun with the good ones."""
     (fleet.folder / "data.jsonl").write_text('{"text": "good"}\n{broken\n{"messages": []}\n{"text": "good too"}\n')
     fleet.write_inventory(capture={"layers": [1], "dir": CAPTURE})
-    told = ("line 2 is left out", "line 3 is left out", "1 of 1 servers were never launched", "fleetdump deploy")
+    told = ("line 2 is left out", "line 3 is left out", "1 of 1 servers was never launched", "fleetdump deploy")
     refused(fleet, ("extract", "--data", "data.jsonl"), USAGE, *told)
     assert not (fleet.folder / "runs").exists()
 

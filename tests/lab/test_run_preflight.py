@@ -108,7 +108,7 @@ def test_limits_rejects_and_spans_of_a_run(fleet: Fleet) -> None:
 def test_extract_before_deploy_begins_no_run(fleet: Fleet, host: CaptureHost) -> None:
     host.kill_server()
     host.lab.run("sh", "-c", "rm -r /lab-state/*/servers")
-    refused(fleet.run("extract", "--data", "ids"), "1 of 1 servers were never launched", "fleetdump deploy")
+    refused(fleet.run("extract", "--data", "ids"), "1 of 1 servers was never launched", "fleetdump deploy")
     assert not begun(fleet)
 
 

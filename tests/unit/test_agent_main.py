@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import errno
 import importlib
 import inspect
 import io
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from fleetdump.agent import bootstrap, bundles, hostmessages, lock, main, names, protocol, servermessages, specs
+from fleetdump.agent import audit, bootstrap, bundles, hostmessages, lock, main, names, protocol, servermessages, specs
 from fleetdump.agent.audit import shorten
 from fleetdump.agent.context import AgentContext, ControllerGone, State
 from fleetdump.agent.detach import spawn_detached
@@ -173,6 +174,32 @@ class TestServe:
         assert lock.read_holder(ctx.state.root / "lock") is None
         line = json.loads((ctx.state.root / "audit.jsonl").read_text())
         assert (line["verb"], line["ok"], line["v"]) == ("status", True, 1)
+
+    @pytest.mark.parametrize(
+        ("ending", "code"),
+        [
+            (AgentFailure("conflict", "no"), "conflict"),
+            (OSError(errno.ENOSPC, "full"), "disk_full"),
+            (ValueError("unforeseen"), "bug"),
+            (ControllerGone(), "gone"),
+            (hostmessages.ControllerResult(3, "", ""), "exit 3"),
+        ],
+    )
+    def test_the_audit_says_how_a_change_failed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Any, code: str
+    ) -> None:
+        def change(args: Any, ctx: AgentContext) -> Any:
+            if isinstance(ending, Exception):
+                raise ending
+            return ending
+
+        ctx = context(tmp_path)
+        monkeypatch.setattr(main, "verb_under_test", change, raising=False)
+        monkeypatch.setitem(main.VERB_TABLE, "stop", main.Verb(servermessages.StopArgs, "main:verb_under_test", True))
+        ctx.request.verb = "stop"
+        main.serve(ctx)
+        (entry,) = audit.audit(hostmessages.AuditArgs(), ctx).entries
+        assert (entry.ok, entry.code) == (False, code)
 
     def test_clean_leaves_no_audit_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def remove_all(args: Any, ctx: AgentContext) -> servermessages.StopResult:

@@ -90,3 +90,10 @@ def test_whatever_a_line_says_it_is_shown(
     show: Callable[[str, AuditResult], None] = show_audit
     show("gpu01", AuditResult([entry]))
     assert f"me@laptop  {words}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("code", "words"), [("conflict", "failed (conflict) in 2s"), ("", "failed in 2s")])
+def test_a_change_that_failed_is_shown_with_its_code(code: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = AuditEntry(1796000000.0, "me@laptop", "revert", {}, False, 2.0, code)
+    show_audit("gpu01", AuditResult([entry]))
+    assert f"revert  {words}" in capsys.readouterr().out

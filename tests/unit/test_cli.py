@@ -251,6 +251,30 @@ def test_an_id_that_turns_or_breaks_lines_is_shown_escaped(capsys: pytest.Captur
     assert told.count("a\\u202eb\\u2028c") == 2
 
 
+def test_collect_of_a_run_that_goes_on_counts_what_is_not_done_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    _show_merged(CollectReport("r", 64, 624, 0, 0, 0, 5, "m.jsonl", missing=["a (given to h/main)"], not_done=560))
+    told = capsys.readouterr().out
+    assert "64 of 624 samples, 5 tokens, 560 not done yet, 0 lost" in told
+    assert "  not done: a (given to h/main)" in told
+
+
+def test_a_run_that_no_host_has_is_an_error_and_no_count(tmp_path: Path) -> None:
+    (tmp_path / "inventory.yaml").write_text(
+        f"defaults: {{connection: local, state_dir: {tmp_path}/state, agent_python: {sys.executable}}}\n"
+        "hosts: {here: {}}\n"
+    )
+    result = fleetdump("collect", "--run", "nosuch", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "no host that answered has run 'nosuch'" in result.stderr
+
+
+def test_the_help_of_the_shared_options_is_true() -> None:
+    told = " ".join(fleetdump("status", "--help").stdout.split())
+    for words in ("FLEETDUMP_INVENTORY", "One JSON object a line", "Also a --host that the inventory does not have"):
+        assert words in told
+    assert "may be repeated" in " ".join(fleetdump("clean", "--help").stdout.split()).partition("--discard")[2][:150]
+
+
 def test_what_collect_does_not_list_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
     rejects = [f"a{n}: too_long" for n in range(7)]
     _show_merged(CollectReport("r", 1, 8, 0, 0, 7, 5, "out/r/manifest.jsonl", rejects=rejects))

@@ -17,10 +17,13 @@ from extraction import LAYERS, ROOT, StandIn, kill_driver, manifest_of, wait_for
 from manifests import manifest_line, text_of
 
 from fleetdump.agent.context import State
+from fleetdump.agent.controlling import ControllerRecord
 from fleetdump.agent.drive import start_driver, whole_lines
 from fleetdump.agent.formats import RejectedLine, Row, is_share, share_id
-from fleetdump.agent.jsonl import encode_line
-from fleetdump.agent.runmessages import ShardInfo
+from fleetdump.agent.hostmessages import StatusResult
+from fleetdump.agent.jsonl import encode_line, write_json
+from fleetdump.agent.procfs import start_time
+from fleetdump.agent.runmessages import RunProgress, ShardInfo
 from fleetdump.agent.share import Share
 from fleetdump.agent.specs import ServerSpec
 from fleetdump.dataset.intake import take_in
@@ -31,7 +34,7 @@ from fleetdump.errors import ExitCode, FleetdumpError, LockedError, UsageError
 from fleetdump.fleet import Host, connect
 from fleetdump.inventory import CaptureConfig, HostConfig
 from fleetdump.ledger import Ledger, Planned, Totals
-from fleetdump.tasks.collect import pull, take_line, take_reject
+from fleetdump.tasks.collect import pull, run_goes_on, take_line, take_reject
 from fleetdump.tasks.extract import (
     ExtractSettings,
     RunPlan,
@@ -485,6 +488,41 @@ def test_what_is_lost_is_named(run: Run, ledger: Ledger, tmp_path: Path) -> None
     assert collected.missing == ["gone (given to h1/main)"]
     with pytest.raises(FleetdumpError, match="1 of 14 samples are not there, first gone"):
         require_whole(collected, [report])
+
+
+def test_what_a_run_that_goes_on_has_not_done_is_not_lost(run: Run, ledger: Ledger, tmp_path: Path) -> None:
+    plan(ledger, "gone")
+    with subprocess.Popen(["sleep", "600"]) as controller, run.connect() as host:
+        try:
+            record = ControllerRecord(controller.pid, start_time(controller.pid) or 0, 1.0, "me@laptop")
+            write_json(run.standin.state.directory("controllers", "r1") / "controller.json", record)
+            report = pull(host, PullOptions("r1"), ledger)
+        finally:
+            controller.kill()
+        controller.wait()
+        after = pull(host, PullOptions("r1"), ledger)
+    assert (report.goes_on, after.goes_on) == (True, False)
+    collected = merge(ledger, PullOptions("r1"), tmp_path / "runs", goes_on=report.goes_on)
+    assert (collected.lost, collected.not_done, collected.missing) == (0, 1, ["gone (given to h1/main)"])
+    with pytest.raises(
+        FleetdumpError, match=r"not complete yet: it goes on .*1 of 14 samples are not done yet"
+    ) as caught:
+        require_whole(collected, [report])
+    assert "fleetdump attach --run r1" in caught.value.next_step
+    assert merge(ledger, PullOptions("r1"), tmp_path / "runs", goes_on=after.goes_on).lost == 1
+
+
+@pytest.mark.parametrize(
+    ("shares", "goes_on"),
+    [
+        ([RunProgress("r1", "main", "paused", driver_alive=True)], True),
+        ([RunProgress("r1", "main", "stopped")], False),
+        ([RunProgress("r1", "main", "done", driver_alive=True)], False),
+        ([RunProgress("r2", "main", "running", driver_alive=True)], False),
+    ],
+)
+def test_a_run_goes_on_while_a_driver_of_it_lives(shares: list[RunProgress], goes_on: bool) -> None:
+    assert run_goes_on(StatusResult("h1", [], shares), "r1") is goes_on
 
 
 def spoil(path: Path) -> None:

@@ -99,7 +99,7 @@ def test_on_the_cpu_all_that_capture_takes_is_memory(monkeypatch: pytest.MonkeyP
     on_cpu = ServerSpec("a", "python", "m", 1, args=["--device", "cpu"])
     asked = ProbeArgs([on_cpu], ring_bytes=2 * GIB, device_bytes=GIB)
     [finding] = checks_host.check_capture_memory(asked).findings
-    assert finding.text.startswith("capture takes at most 3.0 GiB of memory for each of 1 writing processes")
+    assert finding.text.startswith("capture takes at most 3.0 GiB of memory for its one writing process")
     assert "GPU" not in finding.text
     assert finding.level == "warning", "3 GiB and 4 to spare are more than 6"
     [finding] = checks_host.check_capture_memory(replace(asked, servers=[replace(on_cpu, args=[])])).findings

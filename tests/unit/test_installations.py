@@ -25,10 +25,11 @@ from fleetdump.agent.context import AgentContext
 from fleetdump.agent.launch import launch
 from fleetdump.agent.patching import patch, read_state, revert
 from fleetdump.agent.patchmessages import PatchArgs, RevertArgs
-from fleetdump.agent.protocol import Finding
+from fleetdump.agent.protocol import AgentFailure, Finding
 from fleetdump.agent.server import living, load_record, load_records
-from fleetdump.agent.servermessages import LaunchArgs
+from fleetdump.agent.servermessages import LaunchArgs, LaunchResult, StopArgs
 from fleetdump.agent.specs import Interpreter, PatchSpec, ServerSpec
+from fleetdump.agent.stop import stop as stop_here
 from fleetdump.errors import HostError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig
@@ -287,6 +288,81 @@ def test_pids_that_run_the_code_from_before_the_patch_are_named(
     assert record is not None
     patchrecord.save(made.site, replace(record, applied_at=1.0))
     assert shared(made.python, ctx, mine, second) == []
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Iterator[AgentContext]:
+    """Another state directory on this machine: servers that another inventory has started."""
+    made = context(tmp_path / "theirs")
+    yield made
+    end_servers(made)
+
+
+def test_a_patch_that_anybody_runs_is_not_reverted(
+    made: Install, ctx: AgentContext, theirs: AgentContext, tmp_path: Path
+) -> None:
+    before = started(server(made.python, tmp_path, "before"), theirs)
+    shipped = made.tree()
+    time.sleep(0.2)
+    patch(PatchArgs(made.python, spec()), ctx)
+    patched = made.tree()
+    pid = started(server(made.python, tmp_path, "theirs"), theirs)
+    own = started(server(made.python, tmp_path, "own"), ctx)
+
+    with pytest.raises(AgentFailure) as caught:
+        revert(RevertArgs(made.python, force=True), ctx)
+
+    error = caught.value.error
+    assert (error.code, error.what) == ("conflict", "the patch is in use")
+    assert f"our server own (pid {own})" in error.why
+    assert f"pid {pid} of user" in error.why
+    assert f"server theirs of the state directory {theirs.state.root.parent}" in error.why
+    assert f"pid {before} " not in error.why, "it runs the code from before the patch"
+    assert "fleetdump stop" in error.next_step
+    assert made.tree() == patched
+    (finding,) = [one for one in shared(made.python, ctx, server(made.python, tmp_path, "own")) if str(pid) in one.text]
+    assert "with patch probe 1" in finding.text
+    assert "next start" not in finding.text
+
+    for each, name in ((ctx, "own"), (theirs, "theirs")):
+        stop_here(StopArgs([name]), each)
+    revert(RevertArgs(made.python), ctx)
+    assert made.model.read_bytes() == MODEL
+    assert {name: digest for name, (digest, *_) in made.tree().items()} == {n: d for n, (d, *_) in shipped.items()}
+
+
+def test_a_deploy_without_the_patch_is_refused_before_it_stops_anything(
+    made: Install, theirs: AgentContext, local_config: HostConfig, tmp_path: Path
+) -> None:
+    mine = server(made.python, tmp_path)
+    patch(PatchArgs(made.python, spec()), theirs)
+    with connect(replace(local_config, servers=(mine,)), ConnectOptions(operator="tester@here")) as host:
+        host.call(LaunchArgs(mine, spec()), LaunchResult, verb="launch")
+        pid = started(server(made.python, tmp_path, "theirs"), theirs)
+        steps: list[dict[str, object]] = []
+        with pytest.raises(HostError, match="the patch is in use") as caught:
+            deploy(host, DeployPlan(None, replace=True), steps.append)
+        assert (caught.value.code, str(pid) in caught.value.why) == ("conflict", True)
+        assert not [step for step in steps if step.get("step") in ("stop", "stopping", "revert")]
+        stop(host, [], lambda _: None)
+
+
+def test_a_failed_deploy_leaves_a_patch_that_others_run_by_now_and_tells_it(
+    made: Install, theirs: AgentContext, local_config: HostConfig, tmp_path: Path
+) -> None:
+    steps: list[dict[str, object]] = []
+
+    def on_event(event: dict[str, object]) -> None:
+        steps.append(event)
+        if event.get("step") == "launch" and event.get("event") == "step":
+            started(server(made.python, tmp_path, "theirs"), theirs)
+
+    crashing = server(made.python, tmp_path, args=["--device", "cpu", "--crash"])
+    with connect(replace(local_config, servers=(crashing,)), ConnectOptions(operator="tester@here")) as host:
+        report = deploy(host, DeployPlan(spec(), on_stall="revert"), on_event)
+    assert (report.servers[0].outcome, report.reverted) == ("died", False)
+    assert any("not reverted" in str(step.get("text")) and "in use" in str(step.get("text")) for step in steps)
+    assert read_state(made.python).state == "ours"
 
 
 def test_deploy_tells_who_else_has_the_files(made: Install, local_config: HostConfig, tmp_path: Path) -> None:

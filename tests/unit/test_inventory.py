@@ -540,8 +540,10 @@ def test_unlisted_hosts_get_the_defaults(fleet: Inventory) -> None:
     selection = fleet.select_read_only(["10.9.9.[1-2]", "gpu01"])
     assert [h.name for h in selection.hosts] == ["gpu01", "10.9.9.1", "10.9.9.2"]
     assert selection.unlisted == ["10.9.9.1", "10.9.9.2"]
-    with pytest.raises(UsageError, match="no host matches 'gpu1'"):
+    with pytest.raises(UsageError, match="no host matches 'gpu1'") as caught:
         fleet.select_read_only(["gpu1"])
+    assert "add --ad-hoc for a host that the inventory does not have" in caught.value.next_step
+    assert "change" not in caught.value.next_step, "it looks only"
 
 
 @pytest.mark.parametrize("pattern", ["x*", "@nope", "root@gpu01", "-oProxyCommand=x", "a;b"])

@@ -185,7 +185,7 @@ def test_a_server_that_was_never_launched_is_named(local_config: HostConfig) -> 
     hosts = {name: host_of(local_config, name, 2, GIB) for name in ("h1", "h2")}
     require_deployed(hosts)
     del hosts["h2"][1].servers[1]
-    with pytest.raises(UsageError, match="1 of 4 servers were never launched") as caught:
+    with pytest.raises(UsageError, match="1 of 4 servers was never launched") as caught:
         require_deployed(hosts)
     assert caught.value.where == "h2/s1"
     assert "fleetdump deploy" in caught.value.next_step
@@ -206,7 +206,7 @@ def test_data_of_which_no_row_that_was_tried_can_be_a_sample() -> None:
         ({"supervised": 0}, ["no token is supervised"]),
         ({"supervised": 10}, ["every token is supervised"]),
         ({"supervised": 10, "methods": {"text": 2}}, []),
-        ({"supervised": 5, "unsupervised_samples": 1}, ["1 of these samples have no supervised token"]),
+        ({"supervised": 5, "unsupervised_samples": 1}, ["1 of these samples has no supervised token"]),
         ({"supervised": 5, "all_supervised_samples": 1}, ["in 1 of these conversations every token is supervised"]),
     ],
 )

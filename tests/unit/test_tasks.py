@@ -159,6 +159,7 @@ def test_a_name_that_no_host_knows_exits_2(local_config: HostConfig, tmp_path: P
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done
     assert "none" in done.stderr
     assert "next:" in done.stderr
+    assert not list(Path(local_config.state_dir).glob("*/audit.jsonl")), "nothing was changed"
 
 
 def test_looking_at_a_server_that_was_never_launched_says_what_to_do(host: Host) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fleetdump.agent.hostmessages import StatusResult
 from fleetdump.agent.patching import read_state
-from fleetdump.agent.runmessages import TapStatus
+from fleetdump.agent.runmessages import RunProgress, TapStatus
 from fleetdump.agent.servermessages import Fault, HealthyProfile, MonitorResult, Vitals, merged_profile
 from fleetdump.agent.servermessages import ServerState as State
 from fleetdump.errors import ExitCode, HostError
@@ -273,3 +273,20 @@ def test_what_cannot_be_shown_of_one_host_does_not_reach_the_view_of_all(line: s
 def test_a_line_nested_too_deep_is_noise() -> None:
     deep = '{"type": ' + 200_000 * "[" + 200_000 * "]" + "}"
     assert cast(Any, watch).body(Teller(deep), WatchPlan(), Listener(lambda _: None)).servers == []
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (
+            RunProgress("r1", "main", "done", 624, 28, rejected=596, order="cancel", whole_run=True),
+            "cancelled, 28 of 624",
+        ),
+        (RunProgress("r1", "main", "done", 28, 28, order="cancel", whole_run=True), "done, 28/28 samples"),
+        (RunProgress("r1", "main", "done", 624, 28, rejected=596), "done, 28/624 samples"),
+        (RunProgress("r1", "main", "closing", 624, 28, order="cancel"), "closing, 28/624 samples"),
+    ],
+)
+def test_a_cancelled_run_is_not_done(share: RunProgress, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status_view.show_statuses({"gpu01": StatusResult("gpu01", [], [share])})
+    assert f"run r1 on main: {words}" in capsys.readouterr().out
