@@ -106,10 +106,12 @@ class Movement(Members):
 
     @cached_property
     def imports_slowly(self) -> list[ProcessFacts]:
-        """Processes that work at their imports with as little CPU time as they get."""
+        """Processes that work at their imports with as little CPU time as they get. Whoever imports reads files and
+        grows; one that does neither may spin, where the log that would tell its phase cannot be read."""
         if not self.cpu_short or self.phase != "imports" or self.evidence.log.ranks:
             return []
-        return [p for p in self.members if p.main and p.main.demand >= SPIN_CPU and p.main.cpu >= CROWDED_CPU]
+        working = [p for p in self.members if p.main and p.main.demand >= SPIN_CPU and p.main.cpu >= CROWDED_CPU]
+        return [p for p in working if p.rchar_delta > 0 or p.rss_delta > 0]
 
     @cached_property
     def disk_rate(self) -> float:

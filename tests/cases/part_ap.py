@@ -309,6 +309,7 @@ def import_in_a_throttled_container() -> Evidence:
     e.processes = [t.head(e)]
     head = t.head(e)
     head.pipes, head.cpu, head.state = [], 0.47, "R"
+    head.rchar_delta, head.rss_delta = 90_000, 400_000
     head.main = ThreadFacts(head.pid, "python3", "R", 0.47, 0.99, 0.86, 0.4, "0", "running")
     e.cgroup = CgroupFacts("/docker/5b", 3 * g.GIB, 0, {}, 0.5, 50, 49, 2.3)
     e.cpus = CpuFacts(192, 3.0, 2)

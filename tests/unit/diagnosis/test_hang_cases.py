@@ -411,3 +411,14 @@ def test_one_log_many_verdicts() -> None:
 def test_json_round_trip() -> None:
     e = kimi()
     assert from_json(Evidence, to_json(e)) == e
+
+
+def test_who_spins_before_the_first_mark_does_not_import_however_crowded_the_host() -> None:
+    """Imports read and grow. Without the right to see the log, a spin of a rank looks as early as an import."""
+    e = b.server(2)
+    e.log.ranks, e.log.phase, e.log.lines = [], "imports", 0
+    b.spin(e.processes[-1])
+    e.cpus.cores, e.cpus.running = 2, 15
+    assert diagnose(e)[0].code == "PARENT_WAITS_READY"
+    e.processes[-1].rchar_delta = e.processes[-1].rss_delta = 90_000
+    assert diagnose(e)[0].code == "BUSY_NOT_HUNG"
