@@ -100,12 +100,12 @@ def compress(names: Iterable[str]) -> list[str]:
 
     Names hold no pattern characters. Groups keep the order of their first name; inside one, numbers ascend.
     """
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str, bool], list[str]] = {}
     for name in dict.fromkeys(names):
-        match = _NUMBERED.match(name)
-        key, number = ((match[1], match[3]), match[2]) if match else ((name, ""), "")
+        match = _NUMBERED.match(name)  # a name without a number shares no bracket with those that add one to it
+        key, number = ((match[1], match[3], True), match[2]) if match else ((name, "", False), "")
         groups.setdefault(key, []).append(number)
-    return [f"{head}{_bracket(numbers)}{tail}" for (head, tail), numbers in groups.items()]
+    return [f"{head}{_bracket(numbers)}{tail}" for (head, tail, _), numbers in groups.items()]
 
 
 def _bracket(numbers: list[str]) -> str:

@@ -91,6 +91,7 @@ def test_compress_round_trip(names: list[str]) -> None:
 def test_compress_is_short() -> None:
     assert compress([f"gpu{n:02d}" for n in range(1, 12)] + ["db", "gpu20"]) == ["gpu[01-11,20]", "db"]
     assert compress(f"n{n}" for n in range(13)) == ["n[0-12]"]
+    assert compress(["gpu", "gpu0", "gpu1"]) == ["gpu", "gpu[0-1]"], "a name without a number stands alone"
 
 
 @pytest.mark.parametrize("parse", [expand, split_selection, Destination.parse])

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from manifests import manifest_line, text_of
 
+from fleetdump.agent.hostmessages import StatusResult
 from fleetdump.agent.runmessages import ManifestArgs, ManifestResult, RunProgress
 from fleetdump.errors import UnreachableError
 from fleetdump.fleet import Host
@@ -44,7 +45,7 @@ class Manifest:
             raise self.error
         progress = RunProgress("r1", "main", "running", share_id="id")
         if verb == "status":
-            return SimpleNamespace(shares=[progress])
+            return StatusResult("h1", [], [progress])
         assert isinstance(args, ManifestArgs)
         end = 0
         for line in self.lines:
