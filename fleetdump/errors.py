@@ -103,3 +103,8 @@ class LockedError(FleetdumpError):
 
 class DrivenError(LockedError):
     """Another controller drives the run."""
+
+    @classmethod
+    def of(cls, locked: LockedError) -> DrivenError:
+        """What a host refused, once it is known that another controller is the reason."""
+        return cls(locked.what, locked.where, locked.why, locked.next_step)

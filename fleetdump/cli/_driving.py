@@ -254,7 +254,7 @@ class StandingBack:
         except LockedError as error:
             if not _is_driven(host, run):
                 raise
-            raise DrivenError(error.what, error.where, error.why, error.next_step) from error
+            raise DrivenError.of(error) from error
 
     def takes(self, outcome: Outcome[list[RunProgress]]) -> bool:
         """Whether that is how a host has ended."""

@@ -100,8 +100,8 @@ def settle(ledger_file: Path, run: str, told: Mapping[str, int | str]) -> Extrac
 _DEFAULTS: Mapping[str, int | str] = {
     "max_tokens": 0,
     "too_long": TOO_LONG[0],
-    "token_budget": 32768,
-    "max_attempts": 3,
+    "token_budget": ExtractSettings.token_budget,
+    "max_attempts": ExtractSettings.max_attempts,
 }
 
 

@@ -102,7 +102,7 @@ def steered(host: Host, me: Controller, on_lost: Callable[[str], None]) -> Itera
     threading.Thread(target=hold, name=f"steer-{host.config.name}", daemon=True).start()
     error = answers.get()
     if isinstance(error, LockedError):  # nothing else is locked to whoever asks for a place
-        raise DrivenError(error.what, error.where, error.why, error.next_step) from error
+        raise DrivenError.of(error) from error
     if error is not None:
         raise error
     is_there = True

@@ -18,7 +18,11 @@ from fleetdump.tasks.steering import Controller
 
 def shares_on(host: Host, run: str) -> list[RunProgress]:
     """The shares of ``run`` that the host has, as they are now."""
-    return [share for share in host.call(StatusArgs(), StatusResult, verb="status").shares if share.run == run]
+    return _of_run(host.call(StatusArgs(), StatusResult, verb="status"), run)
+
+
+def _of_run(status: StatusResult, run: str) -> list[RunProgress]:
+    return [share for share in status.shares if share.run == run]
 
 
 def runs_on(host: Host) -> list[str]:
@@ -48,7 +52,7 @@ def survey(host: Host, run: str, ledger: Ledger, me: Controller | None = None) -
     """Ask the host; nothing is noted. Raises what ``require_alone`` does."""
     status = host.call(StatusArgs(), StatusResult, verb="status")
     require_alone(host, run, status, me)
-    shares = [share for share in status.shares if share.run == run]
+    shares = _of_run(status, run)
     moved = [share.server for share in shares if server_of(share.server) != share.server]
     unknown = [share for share in moved if not ledger.share_sha256(host.config.name, share)]  # not moved by ourselves
     return Surveyed(shares, {share: host.call(HeldArgs(run, share), HeldResult, verb="held") for share in unknown})
@@ -65,7 +69,7 @@ class Sight:
 def sight(host: Host, run: str, me: Controller) -> Sight:
     """See ``Sight``. Raises ``UsageError`` when the other one drives the run with other data."""
     status = host.call(StatusArgs(), StatusResult, verb="status")
-    shares = [share for share in status.shares if share.run == run]
+    shares = _of_run(status, run)
     try:
         require_alone(host, run, status, me)
     except DrivenError as error:
