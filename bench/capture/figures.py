@@ -38,12 +38,18 @@ def inert_us(calls: Sequence[float], layers: int) -> float:
 def line_through(records: Sequence[Sequence[int]], groups: int = 12) -> tuple[float, float]:
     """Microseconds a batch and a request: the least-squares line through ``groups`` points, each the medians of
     neighbours by size. Raises ``ValueError`` when all batches are of one size."""
+    points = medians_by_size(records, groups)
+    requests = [count for count, _ in points]
+    slope, intercept = statistics.linear_regression(requests, [spent for _, spent in points])
+    return intercept, slope
+
+
+def medians_by_size(records: Sequence[Sequence[int]], groups: int = 12) -> list[tuple[float, float]]:
+    """(requests, microseconds) of batches: medians of ``groups`` neighbours by size."""
     ordered = sorted((requests, sum(times) / 1000) for requests, *times in records)
     size = max(1, len(ordered) // groups)
     parts = [ordered[at : at + size] for at in range(0, len(ordered) - size + 1, size)]
-    requests = [median([count for count, _ in part]) for part in parts]
-    slope, intercept = statistics.linear_regression(requests, [median([spent for _, spent in part]) for part in parts])
-    return intercept, slope
+    return [(median([count for count, _ in part]), median([spent for _, spent in part])) for part in parts]
 
 
 def share_of(records: Sequence[Sequence[int]], batch: float, request: float) -> float:

@@ -126,19 +126,9 @@ class Bench:
         """One long stretch of capturing until the last row is journalled, against the repetitions of SGLang's own
         forward before it (three, if there were none) and three behind it; memory on the way."""
         own = self.rates[ORIGINAL] or self._original(3)
-        before, readings = self.server.memory(), []
-        rows, size, next_reading = self.journals.rows, self.journals.bytes, time.time()
-        lasts = for_seconds(self.settings.long_seconds)
-
-        def more(load: Load) -> bool:
-            nonlocal next_reading
-            if time.time() >= next_reading:
-                readings.append(self.server.memory())
-                next_reading = time.time() + self.settings.long_seconds / 20
-            return lasts(load)
-
+        before, rows, size = self.server.memory(), self.journals.rows, self.journals.bytes
         start = time.perf_counter()
-        done = self.load(TAPPED, self.ours, more)
+        done, readings = self._stretch(TAPPED, self.ours)
         self.drain()
         spent = time.perf_counter() - start
         assert self.journals.rows - rows == done.tokens, "every row is journalled"
@@ -156,25 +146,50 @@ class Bench:
             **self._memory(before, readings),
         }
 
+    def growth(self) -> dict[str, Any]:
+        """What SGLang's own forward adds to the memory of the process in a stretch as long as that of ``long``."""
+        _, readings = self._stretch(ORIGINAL, OTHERS)
+        return {"host_growth_original_mb": self._growth(readings), "original_memory_readings": readings}
+
+    def _stretch(self, arm: str, rids: str) -> tuple[Load, list[dict[str, int]]]:
+        """Load of ``long_seconds``, and the memory on the way."""
+        readings: list[dict[str, int]] = []
+        next_reading, lasts = time.time(), for_seconds(self.settings.long_seconds)
+
+        def more(load: Load) -> bool:
+            nonlocal next_reading
+            if time.time() >= next_reading:
+                readings.append(self.server.memory())
+                next_reading = time.time() + self.settings.long_seconds / 20
+            return lasts(load)
+
+        return self.load(arm, rids, more), readings
+
     def _original(self, count: int) -> list[float]:
         """Tokens a second of SGLang's own forward."""
         return [self.load(ORIGINAL, OTHERS, for_seconds(self.settings.seconds)).rate for _ in range(count)]
 
     def _memory(self, before: dict[str, int], readings: list[dict[str, int]]) -> dict[str, Any]:
-        """What the tap added to the process, and what grew from the first third of ``readings`` to the last."""
-        third = max(1, len(readings) // 3)
+        """What the tap added to the process, and what grew meanwhile."""
         resident = [reading["resident"] for reading in readings]
-        grown = figures.median(resident[-third:]) - figures.median(resident[:third])
         peak = max(reading.get("allocated_peak", 0) for reading in readings)
         return {
             "host_memory_mb": round((max(resident) - self.without_tap["resident"]) / MIB),
             "gpu_memory_mb": round((peak - self.without_tap.get("allocated_peak", 0)) / MIB),
-            "host_growth_mb": round(grown / MIB, 1),
+            "host_growth_mb": self._growth(readings),
             "gpu_reserved_growth_mb": round((readings[-1].get("reserved", 0) - before.get("reserved", 0)) / MIB),
             "gpu_mallocs": readings[-1].get("mallocs", 0) - before.get("mallocs", 0),
             "gpu_alloc_retries": readings[-1].get("retries", 0) - before.get("retries", 0),
             "memory_readings": readings,
         }
+
+    def _growth(self, readings: list[dict[str, int]]) -> float:
+        """MiB that the process is larger in the last third of ``readings`` than in the first."""
+        third = max(1, len(readings) // 3)
+        first, last = (
+            figures.median([reading["resident"] for reading in part]) for part in (readings[:third], readings[-third:])
+        )
+        return round((last - first) / MIB, 1)
 
     def latency(self) -> dict[str, Any]:
         """Seconds from a request to its answer, one request at a time."""
@@ -218,6 +233,10 @@ class Bench:
             "us_per_batch_small": round(batch, 1),
             "us_per_sample_small": round(sample, 3),
             "small_share_of_wanted": round(figures.share_of(records, *WANTED_US), 3),
+            "small_us_by_size": [
+                [size, round(spent, 1), round(spent / (WANTED_US[0] + WANTED_US[1] * size), 3)]
+                for size, spent in figures.medians_by_size(records)
+            ],
             "small_us_of_calls": {
                 f"{part[0][0]}-{part[-1][0]}": [round(us, 1) for us in figures.call_us(part)] for part in parts
             },

@@ -20,8 +20,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from fleetdump_tapblock import Block, Blocks, NoRoomError, dtype_name
 from fleetdump_tapfiles import TapWriter
 from fleetdump_taplayout import (
@@ -40,9 +41,6 @@ from fleetdump_taplayout import (
 )
 from fleetdump_taprecords import Config, Norm
 from fleetdump_taprows import OUR_RID, SELFCHECK_RID, Requests
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -341,8 +339,6 @@ class _Tap:
 
 def _norm(model: Any) -> Norm:
     """The final norm as ``rms(x) * weight``; Gemma's kind, which multiplies by 1 + weight, too."""
-    import torch
-
     weight = model.norm.weight.detach().cpu().contiguous()
     if type(model.norm).__name__ == "GemmaRMSNorm":
         weight = weight.float() + 1.0  # float32: 1 + weight in 16 bits would round

@@ -12,14 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import torch
 from fleetdump_taprecords import Config, Gauge, Load, Piece, Skip, in_turns, run_of
 from fleetdump_tapring import RowRing, Span
 from fleetdump_taprows import Ledger, Requests, Rows, groups_of
-
-if TYPE_CHECKING:
-    import torch
 
 LOAD_BYTES = 128 << 20
 """What goes to the writers at once, unless a single piece is larger."""
@@ -45,7 +43,8 @@ class Lane(Protocol):
     """Copies from the device to the host, beside the forward."""
 
     def mark(self) -> Any:
-        """A point behind all that the current stream has been given so far. The forward's thread calls it."""
+        """A point behind all that the current stream has been given so far, or a later one. The forward's thread calls
+        it."""
 
     def wait(self, mark: Any) -> None:
         """Return when ``mark`` is reached. The courier calls it, and ``fetch``."""
@@ -60,19 +59,27 @@ class CudaLane:
     gigabyte. Events sleep instead of spinning: waiting costs the forward no core."""
 
     def __init__(self, device: torch.device):
-        import torch
-
         self._cuda = torch.cuda
         self._stream = torch.cuda.Stream(device)
         self._done = torch.cuda.Event(blocking=True)
+        self._index = self._stream.device_index
+        self._current = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what Triton's launches ask
+        self._streams: dict[int, Any] = {}
+        """By handle. Torch never destroys a stream."""
 
     def mark(self) -> Any:
-        event = self._cuda.Event(blocking=True)
-        event.record(self._cuda.current_stream(self._stream.device))
-        return event
+        # The event is recorded in ``wait``: that takes 10 us, which the courier has and the forward has not. Torch's
+        # Python takes 30 more to name the stream, which is always the same one or two.
+        if self._current is None:
+            return self._cuda.current_stream(self._stream.device)
+        handle = self._current(self._index)
+        if handle not in self._streams:
+            self._streams[handle] = self._cuda.current_stream(self._stream.device)
+        return self._streams[handle]
 
     def wait(self, mark: Any) -> None:
-        mark.synchronize()
+        self._done.record(mark)
+        self._done.synchronize()
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with self._cuda.stream(self._stream):
@@ -101,12 +108,15 @@ class PlainLane:
 # --------------------------------------------------------------------------- blocks
 @dataclass
 class Block:
-    """The block of one forward, rows ``span`` of the device's buffer: ``moves`` says which rows of the stream go to
-    which rows there."""
+    """The block of one forward, rows ``span`` of the device's buffer. Row n of the stream that is in one of ``ranges``
+    (first, rows) is a row here, in the same order. All views are made at once: each takes the forward's thread as long
+    as the copy does until it is launched."""
 
     buffers: _Buffers
     span: Span
-    moves: list[tuple[slice, slice]]
+    ranges: Sequence[tuple[int, int]]
+    planes: Sequence[torch.Tensor]
+    """Slot by slot, ``[rows, hidden]`` each."""
     filled: set[int] = field(default_factory=set)
 
 
@@ -116,10 +126,6 @@ class _Buffers:
     either are in use, and how they get from one to the other. The host's is what everywhere here is called the ring."""
 
     states: torch.Tensor
-    planes: list[torch.Tensor]
-    """``states`` slot by slot, ``[rows, hidden]`` each."""
-    wide_planes: list[torch.Tensor]
-    """The same as 64-bit items, none where the width does not allow it."""
     ids: torch.Tensor
     room: RowRing
     host_states: torch.Tensor
@@ -137,7 +143,16 @@ class _Buffers:
     def fits(self, like: torch.Tensor) -> bool:
         """Whether they are for a stream of its dtype and width, on its device."""
         states = self.states
-        return (states.dtype, states.shape[2], states.device) == (like.dtype, like.shape[1], like.device)
+        return bool(
+            states.dtype is like.dtype
+            and states.shape[2] == like.shape[1]
+            and states.get_device() == like.get_device()  # a number, which is told faster than ``device``
+        )
+
+    def note_ids(self, span: Span, input_ids: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        """Put the ids of a forward's ``ranges`` beside its rows on the device."""
+        ids = self.ids[span.start : span.stop]
+        self.lane.fetch([(ids[target], input_ids[source]) for source, target in _moves(ranges)])
 
     def fetch(self, start: int, span: Span) -> None:
         """Copy the device's rows from ``start`` on to ``span`` of the ring."""
@@ -156,6 +171,7 @@ class Blocks:
 
     def __init__(self, config: Config, slots: Sequence[int], largest: int = 0):
         self._config = config
+        self._slots = list(slots)
         self._index = {slot: index for index, slot in enumerate(slots)}
         self._largest = largest
         self._buffers: _Buffers | None = None
@@ -167,8 +183,6 @@ class Blocks:
     def allocate(self, device: torch.device, dtype: torch.dtype, hidden: int, lane: Lane | None = None) -> None:
         """Allocate the buffers for a stream of that dtype and width. Host memory for CUDA is pinned (about 0.5 s a
         GiB). Failing is remembered: ``begin`` tells it."""
-        import torch
-
         slots = len(self._index)
         row = slots * hidden * dtype.itemsize
         rows, ring_rows = self._config.device_bytes // row, self._config.ring_bytes // row
@@ -183,8 +197,6 @@ class Blocks:
                 host_ids = torch.empty((ring_rows,), dtype=torch.int32, pin_memory=cuda)
                 self._buffers = _Buffers(
                     states,
-                    [states[:, index] for index in range(slots)],
-                    [states.view(torch.int64)[:, index] for index in range(slots)] if _is_wide(states) else [],
                     ids,
                     RowRing(rows),
                     host_states,
@@ -216,19 +228,18 @@ class Blocks:
         span = buffers.room.take(rows, self._config.max_wait_seconds)
         if span is None:
             raise NoRoomError("backpressure", f"the device's buffer of {capacity} rows is not emptied")
-        self._open = Block(buffers, span, _moves(ranges, span.start))
+        self._open = Block(buffers, span, ranges, buffers.states[span.start : span.stop].unbind(1))
         return self._open
 
     def fill(self, block: Block, slot: int, states: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """Put the wanted rows of ``states``, plus ``residual`` if there is one, into ``slot`` of the block: one
         operation of the device. Both are ``[rows, hidden]`` of the buffers' dtype."""
-        index, buffers = self._index[slot], block.buffers
-        whole = block.span.stop - block.span.start == states.shape[0]
-        for source, target in block.moves:
-            if not whole:  # seldom; each cut takes as long as the addition does until it is launched
-                _put(buffers, index, target, states[source], None if residual is None else residual[source])
-            else:
-                _put(buffers, index, target, states, residual)
+        plane = block.planes[self._index[slot]]
+        if plane.shape == states.shape:
+            _put(plane, states, residual)
+        else:
+            for source, target in _moves(block.ranges):
+                _put(plane[target], states[source], None if residual is None else residual[source])
         block.filled.add(slot)
 
     def is_whole(self, block: Block) -> bool:
@@ -237,12 +248,9 @@ class Blocks:
 
     def hand_over(self, block: Block, input_ids: torch.Tensor, requests: Requests) -> Shipment:
         """Close the block, whose ranges are those of ``requests``; ``input_ids`` has the ids of the whole forward in
-        the stream's order. The shipment is to be unloaded, or its room is lost."""
-        buffers = block.buffers
-        for source, target in block.moves:
-            buffers.ids[target].copy_(input_ids[source])
-        mark, self._open = buffers.lane.mark(), None
-        return Shipment(buffers, block.span, mark, requests, self._ledger, list(self._index), self._config)
+        the stream's order, and keeps them. The shipment is to be unloaded, or its room is lost."""
+        self._open = None
+        return Shipment(block, block.buffers.lane.mark(), input_ids, requests, self._ledger, self._slots, self._config)
 
     def refuse(self, requests: Requests, reason: str, detail: str) -> Refusal:
         """Have the requests of a forward skipped, in their turn."""
@@ -263,11 +271,13 @@ Skipping = Callable[[Sequence[Skip]], None]
 
 @dataclass
 class Shipment:
-    """A forward's rows, ``span`` of the device's buffer, there when ``mark`` is reached."""
+    """A forward's rows, ``block`` of the device's buffer, there when ``mark`` is reached. SGLang makes the
+    ``input_ids`` anew for each prefill, so they are read as late as the rows (were they others by then, the driver
+    would see that: it compares them with what it has sent)."""
 
-    buffers: _Buffers
-    span: Span
+    block: Block
     mark: Any
+    input_ids: torch.Tensor
     requests: Requests
     ledger: Ledger
     slots: list[int]
@@ -276,20 +286,23 @@ class Shipment:
     def unload(self, deliver: Deliver, skip: Skipping) -> None:
         """Bring the rows into the ring, whose room is waited for ``max_wait_seconds`` at most; then theirs on the
         device is free. What is larger than half the ring goes in parts, as the writers empty it."""
+        buffers, span = self.block.buffers, self.block.span
         try:
-            self.buffers.lane.wait(self.mark)
+            buffers.lane.wait(self.mark)
+            buffers.note_ids(span, self.input_ids, self.block.ranges)
             self._unload(deliver, skip)
         except Exception as error:
             self._lose(self.requests.rows(), ("capture_error", repr(error)), skip)
         finally:
-            self.buffers.room.give_back(self.span)
+            buffers.room.give_back(span)
 
     def _unload(self, deliver: Deliver, skip: Skipping) -> None:
-        ring, patience = self.buffers.ring, time.monotonic() + self.config.max_wait_seconds
+        buffers, first = self.block.buffers, self.block.span.start
+        ring, patience = buffers.ring, time.monotonic() + self.config.max_wait_seconds
         wanted, skips = self.ledger.settle(self.requests.rows())
         skip(skips)
         most = max(1, ring.capacity // 2)
-        groups = groups_of(wanted, min(most, max(1, LOAD_BYTES // self.buffers.row_bytes)), most)
+        groups = groups_of(wanted, min(most, max(1, LOAD_BYTES // buffers.row_bytes)), most)
         for number, group in enumerate(groups):
             size = group[-1].at + group[-1].rows - group[0].at
             span = ring.take(size, max(0.0, patience - time.monotonic()))
@@ -297,9 +310,9 @@ class Shipment:
                 why = f"{ring.used} of the ring's {ring.capacity} rows wait for the disk"
                 self._lose([rows for left in groups[number:] for rows in left], ("backpressure", why), skip)
                 return
-            load = RingLoad(group, self.slots, span, self.buffers)
+            load = RingLoad(group, self.slots, span, buffers)
             try:
-                self.buffers.fetch(self.span.start + group[0].at, span)
+                buffers.fetch(first + group[0].at, span)
             except Exception as error:
                 load.release()
                 self._lose(group, ("capture_error", repr(error)), skip)
@@ -364,39 +377,36 @@ class RingLoad:
         self._buffers.ring.give_back(self._span)
 
 
-def _moves(ranges: Sequence[tuple[int, int]], start: int) -> list[tuple[slice, slice]]:
-    """(rows of the stream, rows of the buffer) that put ``ranges`` one after the other from row ``start`` on."""
-    moves = []
+def _moves(ranges: Sequence[tuple[int, int]]) -> list[tuple[slice, slice]]:
+    """(rows of the stream, rows of the block) that put ``ranges`` one after the other."""
+    moves, at = [], 0
     for first, rows in ranges:
-        moves.append((slice(first, first + rows), slice(start, start + rows)))
-        start += rows
+        moves.append((slice(first, first + rows), slice(at, at + rows)))
+        at += rows
     return moves
 
 
-def _put(buffers: _Buffers, index: int, target: slice, states: torch.Tensor, residual: torch.Tensor | None) -> None:
-    """Put ``states`` (plus ``residual``) into rows ``target`` of slot ``index``."""
-    import torch
-
-    wide = bool(buffers.wide_planes) and states.shape[0] >= WIDE_ROWS
-    if residual is not None and not wide:
-        torch.add(states, residual, out=buffers.planes[index][target])
+def _put(plane: torch.Tensor, states: torch.Tensor, residual: torch.Tensor | None) -> None:
+    """Put ``states`` (plus ``residual``) into ``plane``, all ``[rows, hidden]``."""
+    many = states.shape[0] >= WIDE_ROWS
+    if residual is not None and not many:
+        torch.add(states, residual, out=plane)
         return
     value = states if residual is None else states + residual
-    if wide and value.dtype == buffers.states.dtype and _is_wide(value):
-        buffers.wide_planes[index][target].copy_(value.view(torch.int64))
+    if many and value.dtype == plane.dtype and _has_words(value) and _has_words(plane):
+        plane.view(torch.int64).copy_(value.view(torch.int64))
     else:
-        buffers.planes[index][target].copy_(value)
+        plane.copy_(value)
 
 
-def _is_wide(tensor: torch.Tensor) -> bool:
-    """Whether it can be taken for one of 64-bit items."""
+def _has_words(tensor: torch.Tensor) -> bool:
+    """Whether its rows can be taken for ones of 64-bit items."""
     item = tensor.element_size()
-    return tensor.is_contiguous() and not (tensor.shape[-1] * item % 8 or tensor.storage_offset() * item % 8)
+    (row, last), begin = tensor.stride(), tensor.storage_offset()
+    return last == 1 and not (row * item % 8 or tensor.shape[1] * item % 8 or begin * item % 8)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    import torch
-
     return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 CONTEXT_PARALLEL = "context parallelism splits the rows"
 PREFILL_GRAPH = "a replayed prefill CUDA graph runs no Python"
 REFUSED_FLAGS = {
@@ -184,13 +186,9 @@ def prompt_mode(batch: Any) -> bool:
 
 def is_compiling() -> bool:
     """Whether torch.compile is tracing the caller: it must find nothing to trace."""
-    import torch
-
     return bool(torch.compiler.is_compiling())
 
 
 def is_capturing_graph() -> bool:
     """Whether the forward is being recorded into a CUDA graph."""
-    import torch
-
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
