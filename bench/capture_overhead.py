@@ -45,7 +45,7 @@ from demo.sglang_cpu import recipe
 from fleetdump.agent.protocol import to_json
 from fleetdump.agent.specs import CaptureSpec
 
-PARTS = ("check", "inert", "syncs", "alternate", "long", "growth", "latency", "limit", "small")
+PARTS = ("check", "inert", "syncs", "alternate", "growth", "long", "latency", "limit", "small")
 FLAGS = "flags"
 """The one part that needs a server of its own."""
 GPU_ARGS = (

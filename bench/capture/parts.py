@@ -147,7 +147,8 @@ class Bench:
         }
 
     def growth(self) -> dict[str, Any]:
-        """What SGLang's own forward adds to the memory of the process in a stretch as long as that of ``long``."""
+        """What SGLang's own forward adds to the memory of the process in a stretch as long as that of ``long``, before
+        it: what grows under any forward (requests that are done pile up until a decoding step) has grown by then."""
         _, readings = self._stretch(ORIGINAL, OTHERS)
         return {"host_growth_original_mb": self._growth(readings), "original_memory_readings": readings}
 
