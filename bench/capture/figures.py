@@ -46,7 +46,7 @@ def line_through(records: Sequence[Sequence[int]], groups: int = 12) -> tuple[fl
 
 def medians_by_size(records: Sequence[Sequence[int]], groups: int = 12) -> list[tuple[float, float]]:
     """(requests, microseconds) of batches: medians of ``groups`` neighbours by size."""
-    ordered = sorted((requests, sum(times) / 1000) for requests, *times in records)
+    ordered = sorted(((requests, sum(times) / 1000) for requests, *times in records), key=lambda one: one[0])
     size = max(1, len(ordered) // groups)
     parts = [ordered[at : at + size] for at in range(0, len(ordered) - size + 1, size)]
     return [(median([count for count, _ in part]), median([spent for _, spent in part])) for part in parts]

@@ -40,6 +40,11 @@ def test_the_line_through_small_batches_has_a_batchs_cost_and_a_samples() -> Non
     assert sample == pytest.approx(4, rel=0.01)
 
 
+def test_batches_of_one_size_are_not_told_apart_by_their_time() -> None:
+    records = [[1, 10_000 * (1 + number % 2)] for number in range(40)] + [[9, 70_000]] * 40
+    assert figures.medians_by_size(records, groups=4) == [(1, 15), (1, 15), (9, 70), (9, 70)]
+
+
 def test_what_batches_took_is_compared_with_what_they_may() -> None:
     """Two batches, of 10 requests and of none: 250 + 50 us and 200 us are allowed."""
     assert figures.share_of([[10, 100_000, 25_000], [0, 125_000]], 200.0, 5.0) == pytest.approx(250 / 450)
