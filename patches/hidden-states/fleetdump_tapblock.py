@@ -149,11 +149,6 @@ class _Buffers:
             and states.get_device() == like.get_device()  # a number, which is told faster than ``device``
         )
 
-    def note_ids(self, span: Span, input_ids: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-        """Put the ids of a forward's ``ranges`` beside its rows on the device."""
-        ids = self.ids[span.start : span.stop]
-        self.lane.fetch([(ids[target], input_ids[source]) for source, target in _moves(ranges)])
-
     def fetch(self, start: int, span: Span) -> None:
         """Copy the device's rows from ``start`` on to ``span`` of the ring."""
         target, source = slice(span.start, span.stop), slice(start, start + span.stop - span.start)
@@ -248,9 +243,17 @@ class Blocks:
 
     def hand_over(self, block: Block, input_ids: torch.Tensor, requests: Requests) -> Shipment:
         """Close the block, whose ranges are those of ``requests``; ``input_ids`` has the ids of the whole forward in
-        the stream's order, and keeps them. The shipment is to be unloaded, or its room is lost."""
-        self._open = None
-        return Shipment(block, block.buffers.lane.mark(), input_ids, requests, self._ledger, self._slots, self._config)
+        the stream's order. The shipment is to be unloaded, or its room is lost."""
+        # Copied before the forward's thread goes on: SGLang puts the next batch's ids into the same tensor (from its
+        # eager_runner.py on, 0.5.14).
+        ids = block.buffers.ids[block.span.start : block.span.stop]
+        if ids.shape == input_ids.shape:
+            ids.copy_(input_ids)
+        else:
+            for source, target in _moves(block.ranges):
+                ids[target].copy_(input_ids[source])
+        mark, self._open = block.buffers.lane.mark(), None
+        return Shipment(block, mark, requests, self._ledger, self._slots, self._config)
 
     def refuse(self, requests: Requests, reason: str, detail: str) -> Refusal:
         """Have the requests of a forward skipped, in their turn."""
@@ -271,13 +274,10 @@ Skipping = Callable[[Sequence[Skip]], None]
 
 @dataclass
 class Shipment:
-    """A forward's rows, ``block`` of the device's buffer, there when ``mark`` is reached. SGLang makes the
-    ``input_ids`` anew for each prefill, so they are read as late as the rows (were they others by then, the driver
-    would see that: it compares them with what it has sent)."""
+    """A forward's rows, ``block`` of the device's buffer, there when ``mark`` is reached."""
 
     block: Block
     mark: Any
-    input_ids: torch.Tensor
     requests: Requests
     ledger: Ledger
     slots: list[int]
@@ -289,7 +289,6 @@ class Shipment:
         buffers, span = self.block.buffers, self.block.span
         try:
             buffers.lane.wait(self.mark)
-            buffers.note_ids(span, self.input_ids, self.block.ranges)
             self._unload(deliver, skip)
         except Exception as error:
             self._lose(self.requests.rows(), ("capture_error", repr(error)), skip)
