@@ -189,7 +189,7 @@ def ledger(data: Path) -> dict[str, object]:
     from fleetdump.dataset.intake import take_in
     from fleetdump.dataset.rows import numbered_rows
     from fleetdump.ledger import Ledger
-    from fleetdump.tasks.extract import open_run
+    from fleetdump.tasks.assignment import open_run
 
     targets = [(f"h{n:03}", "main") for n in range(ROWS // SHARE)]
     with Ledger(data.parent / "ledger.sqlite") as book:

@@ -1,4 +1,5 @@
-"""Make samples exist: ids and mask into a token shard, then the manifest line. The driver is the only caller."""
+"""Make samples exist: ids and mask into a token shard, then the manifest line. The driver is the only caller; its loop
+commits in a thread."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import hashlib
 import json
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from dataclasses import dataclass, field
+from typing import Any, Collection, Dict, List, Optional, Sequence, Set, Tuple
 
 from fleetdump.agent.context import machine_id
 from fleetdump.agent.formats import (
@@ -21,6 +22,7 @@ from fleetdump.agent.formats import (
     Writer,
     norm_name,
 )
+from fleetdump.agent.generate import Threads
 from fleetdump.agent.jsonl import append_lines, open_lines
 from fleetdump.agent.schedule import Sample
 from fleetdump.agent.shardwriter import TokenShards
@@ -147,6 +149,56 @@ class Committer:
         for shard, size in pieces:
             self.shards.add(shard)
             self.totals.bytes += size
+
+
+@dataclass
+class Written:
+    """A commit has ended: these lines exist now. ``error``: why the rest of them does not."""
+
+    rejects: List[RejectedLine] = field(default_factory=list)
+    batch: List[Ready] = field(default_factory=list)
+    error: Optional[OSError] = None
+
+
+class CommitThread:
+    """Commits in one of ``threads``, a batch at a time; each result is a ``Written``, which is to be handed back by
+    ``ended``. Until then nobody else uses the committer's files."""
+
+    def __init__(self, committer: Committer, threads: Threads):
+        self.is_busy = False
+        self._committer = committer
+        self._threads = threads
+        self._rested = True
+        """The token shard is closed: nothing was committed since."""
+
+    def begin(self, rejects: Collection[RejectedLine], batch: Collection[Ready], rest: bool) -> None:
+        """Let these become lines, unless a batch is under way. ``rest``: nothing will come for a while."""
+        rest = rest and not self._rested
+        if self.is_busy or not (rejects or batch or rest):
+            return
+        self.is_busy = True
+        lines, ready = list(rejects), list(batch)
+        self._rested = rest
+        self._threads.run(lambda: self._write(lines, ready, rest))
+
+    def ended(self, written: Written) -> None:
+        """The next batch may begin."""
+        self.is_busy = False
+        if written.error is not None:
+            self._rested = False
+
+    def _write(self, rejects: List[RejectedLine], batch: List[Ready], rest: bool) -> Written:
+        written = Written()
+        try:
+            self._committer.reject(rejects)
+            written.rejects = rejects
+            self._committer.commit(batch)
+            written.batch = batch
+            if rest:
+                self._committer.rest()
+        except OSError as error:
+            written.error = error
+        return written
 
 
 def manifest_line(

@@ -7,32 +7,30 @@ All that it must not forget stands in files.
 from __future__ import annotations
 
 import logging
-import os
 import time
-from dataclasses import dataclass, field
-from typing import BinaryIO, Dict, List, Optional
+from dataclasses import dataclass
+from typing import List, Optional
 
-from fleetdump.agent.commit import Committer, Ready
+from fleetdump.agent.attempts import FREE_OF_CHARGE, Attempts, Sent
+from fleetdump.agent.commit import Committer, CommitThread, Ready, Written
 from fleetdump.agent.context import State
-from fleetdump.agent.formats import AttemptLine, PieceRecord, RejectedLine, Rid, coverage
+from fleetdump.agent.formats import PieceRecord, Rid, coverage
 from fleetdump.agent.gate import Launch, Probe, Silence, probe
 from fleetdump.agent.generate import Reply, Threads, prefill
 from fleetdump.agent.journals import Captured, Journals, PieceFault, join
-from fleetdump.agent.jsonl import encode_line, open_lines, write_all
 from fleetdump.agent.protocol import AgentFailure
 from fleetdump.agent.records import in_words, read_advice
 from fleetdump.agent.reporter import Reporter
 from fleetdump.agent.runmessages import CANCEL, DRAIN, PAUSE
-from fleetdump.agent.schedule import DEATHS_TO_DOUBT, DEATHS_TO_REJECT, Sample, Schedule, backoff
+from fleetdump.agent.samples import Samples
+from fleetdump.agent.schedule import Sample, Schedule, backoff
 from fleetdump.agent.shardwriter import DISK_FULL
 from fleetdump.agent.share import Order, Share, ShareSpec, replaced_launches
+from fleetdump.agent.suspicion import Suspicion
 from fleetdump.agent.tapstatus import is_behind, taps_of
 from fleetdump.agent.withdraw import WithdrawRequest, give_away
 
 log = logging.getLogger("fleetdump.driver")
-
-FREE_OF_CHARGE = ("disk_full", "backpressure", "server_gone")
-"""Ends of an attempt that say nothing about the sample: they do not count towards max_attempts."""
 
 
 @dataclass
@@ -48,31 +46,11 @@ class Timing:
 
 
 @dataclass
-class Sent:
-    """An attempt whose request went out. ``answered``: monotonic time of its good reply, 0 before."""
-
-    sample: Sample
-    rid: Rid
-    launch: Launch
-    alone: bool
-    answered: float = 0.0
-
-
-@dataclass
 class Answer:
     """A request has ended."""
 
     sent: Sent
     reply: Reply
-
-
-@dataclass
-class Written:
-    """A commit has ended: these lines exist now. ``error``: why the rest of them does not."""
-
-    rejects: List[RejectedLine] = field(default_factory=list)
-    batch: List[Ready] = field(default_factory=list)
-    error: Optional[OSError] = None
 
 
 class Loop:
@@ -91,32 +69,17 @@ class Loop:
         self.reporter = reporter
         self.timing = timing or Timing()
         self.directory = spec.directory
-        self.open: Dict[str, Sample] = {}
-        """Samples that are neither in the manifest nor rejected, by id."""
-        self.rejects: Dict[str, RejectedLine] = {}
-        """Decided, not yet written, by id; rows that still come of them do not count."""
-        self.ready: Dict[str, Ready] = {}
-        """Captured whole, not yet in the manifest, by id."""
-        self.sent: Dict[str, Sent] = {}
-        """The attempt that is under way, by sample id."""
-        self.lost: List[Sent] = []
-        """Their connection broke; what is to be thought of them is known when the server is back."""
-        self.given_away = set(share.read_withdrawn())
-        self._read_work()
-        self._recall_attempts()
-        self.reporter.progress.samples -= len(self.given_away)
-        self.schedule = Schedule.of(self.open.values(), spec.token_budget)
-        self.journals = Journals(self.directory, spec.server, self._wanted)
+        self.samples = Samples(share, spec.run, committer, reporter)
+        self.attempts = Attempts(share, reporter)
+        self.schedule = Schedule.of(self.samples.open.values(), spec.token_budget)
+        self.suspicion = Suspicion(reporter.progress, self.samples, self.attempts, self.schedule)
+        self.journals = Journals(self.directory, spec.server, self.samples.wants)
         self.last_news = time.monotonic()
         self.launch: Optional[Launch] = None
         """The server that answers; None: look for it first."""
         self.stopped_launch = ""
         self.died_launch = ""
         """What died is not stopped, though somebody ends what it left before it is launched again."""
-        self.deaths_in_a_row = 0
-        """Of the server with one sample alone in flight, since one was captured."""
-        self.doubted_launch = ""
-        """Died like that so often that no sample is to blame."""
         self.silence = Silence()
         self.mute_launch = ""
         """Was ready once, lives, and does not answer."""
@@ -127,11 +90,8 @@ class Loop:
         """Its host leaves the run: also what was begun is given away."""
         self.turn = share.turn
         self.threads = Threads()
-        self.attempts: BinaryIO = open_lines(share.attempts)
+        self.commits = CommitThread(committer, self.threads)
         self._paused_until = 0.0
-        self._committing = False
-        self._rested = True
-        """The token shard is closed: nothing was committed since."""
         self._probing = False
         self._next_probe = 0.0
         self._next_look = 0.0
@@ -141,7 +101,7 @@ class Loop:
     def run(self) -> None:
         """Work to the end."""
         with self.attempts, self.turn:
-            while self.open or self.rejects or self._committing:
+            while self.samples.open or self.samples.rejects or self.commits.is_busy:
                 self.step()
             self.reporter.progress.in_flight = 0
 
@@ -167,38 +127,6 @@ class Loop:
         state = "paused" if self.held else "running"
         self.reporter.report(state, self.held or self.detail or self._slowness(), self.committer)
 
-    # ------------------------------------------------------------------ what there is to do
-    def _read_work(self) -> None:
-        for sample, line in self.share.scan_work():
-            if line["id"] in self.given_away:
-                self.reporter.progress.tokens -= sample.tokens if sample is not None else 0
-                continue
-            if line["id"] in self.committer.settled or line["id"] in self.open or line["id"] in self.rejects:
-                continue
-            if sample is None:
-                self.rejects[line["id"]] = self.committer.rejection(line["id"], line["reason"], line["detail"], 0)
-            else:
-                self.open[sample.id] = sample
-                self.reporter.tokens_left += sample.tokens
-
-    def _recall_attempts(self) -> None:
-        for line in self.share.read_attempts():
-            sample = self.open.get(line.id)
-            if sample is None:
-                continue
-            sample.attempt = max(sample.attempt, line.attempt)
-            if line.outcome == "killed_server":
-                sample.deaths += 1
-            elif line.outcome != "sent" and line.outcome not in FREE_OF_CHARGE:
-                sample.failures += 1
-
-    def _lacks(self, sample_id: str) -> bool:
-        """Whether nothing is decided of the sample: it is neither settled nor about to be."""
-        return sample_id in self.open and sample_id not in self.ready and sample_id not in self.rejects
-
-    def _wanted(self, rid: Rid) -> bool:
-        return rid.run == self.spec.run and rid.sample in self.open
-
     # ------------------------------------------------------------------ replies and journals
     def _take_results(self) -> None:
         result = self.threads.next(self.timing.turn)
@@ -216,8 +144,8 @@ class Loop:
         self.schedule.landed(sent.sample)
         if reply.status:
             self.silence.ends(time.monotonic())
-        if not self._lacks(sent.sample.id):
-            self.sent.pop(sent.sample.id, None)
+        if not self.samples.lacks(sent.sample.id):
+            self.attempts.sent.pop(sent.sample.id, None)
         elif reply.status == 200:
             sent.answered = time.monotonic()
             self._judge(str(sent.rid))
@@ -228,7 +156,7 @@ class Loop:
             self._failed(sent, "server_gone", reply.detail)
         elif self.launch is None or self.launch.launch_id == sent.launch.launch_id:
             self._server_away(reply.detail)
-            self.lost.append(sent)
+            self.attempts.lost.append(sent)
         else:
             self._judge_lost(sent, self.launch)
 
@@ -243,21 +171,21 @@ class Loop:
         captured = self.journals.captured.get(rid)
         if captured is None:
             return
-        sample = self.open.get(captured.rid.sample)
-        if sample is None or not self._lacks(sample.id):
+        sample = self.samples.open.get(captured.rid.sample)
+        if sample is None or not self.samples.lacks(sample.id):
             self.journals.forget(rid)
             return
         sample.attempt = max(sample.attempt, captured.rid.attempt)
         try:
             pieces = self._whole(captured, sample)
         except PieceFault as fault:
-            sent = self.sent.get(sample.id)
+            sent = self.attempts.sent.get(sample.id)
             if sent is not None and sent.answered and str(sent.rid) == rid:
                 self._failed(sent, captured.skip.reason if captured.skip else "rows_mismatch", str(fault))
             return
         if pieces is not None:
-            self.ready[sample.id] = Ready(sample, captured.rid, pieces)
-            self.deaths_in_a_row = 0
+            self.samples.ready[sample.id] = Ready(sample, captured.rid, pieces)
+            self.suspicion.captured_one()
             self.journals.forget(rid)
 
     def _whole(self, captured: Captured, sample: Sample) -> Optional[List[PieceRecord]]:
@@ -271,54 +199,21 @@ class Loop:
     def _commit(self) -> None:
         """Let rejects and whole samples become lines, in a thread, one batch at a time; only then are they settled.
         While the server is away the token shard is closed, so that what exists can be collected."""
-        rest = self.launch is None and not self._rested
-        if self._committing or not (self.rejects or self.ready or rest):
-            return
-        self._committing = True
-        rejects, batch = list(self.rejects.values()), list(self.ready.values())
-        self._rested = rest
-        self.threads.run(lambda: self._write(rejects, batch, rest))
-
-    def _write(self, rejects: List[RejectedLine], batch: List[Ready], rest: bool) -> Written:
-        """In a thread of its own: until it has ended nobody else uses the committer's files."""
-        written = Written()
-        try:
-            self.committer.reject(rejects)
-            written.rejects = rejects
-            self.committer.commit(batch)
-            written.batch = batch
-            if rest:
-                self.committer.rest()
-        except OSError as error:
-            written.error = error
-        return written
+        self.commits.begin(self.samples.rejects.values(), self.samples.ready.values(), rest=self.launch is None)
 
     def _take_written(self, written: Written) -> None:
-        self._committing = False
-        for line in written.rejects:
-            self._settled(line.id)
-            del self.rejects[line.id]
-        for ready in written.batch:
-            self._settled(ready.sample.id)
-            del self.ready[ready.sample.id]
+        self.commits.ended(written)
+        for sample_id in self.samples.written(written.rejects, written.batch):
+            self.attempts.settled(sample_id)
         if written.error is not None:
-            self._rested = False
             raise written.error
-
-    def _settled(self, sample_id: str) -> None:
-        sample = self.open.pop(sample_id, None)
-        if sample is not None:
-            self.reporter.tokens_left -= sample.tokens
-        sent = self.sent.get(sample_id)
-        if sent is not None and sent.answered:
-            del self.sent[sample_id]
 
     def _give_up_waiting(self, now: float) -> None:
         """Attempts that were answered, but whose rows do not come: the server is gone, or the tap lost them."""
         if now < self._next_doubt:
             return
         self._next_doubt = now + self.timing.probe
-        waiting = [sent for sent in self.sent.values() if sent.answered and self._lacks(sent.sample.id)]
+        waiting = [sent for sent in self.attempts.sent.values() if sent.answered and self.samples.lacks(sent.sample.id)]
         launches = {sent.launch.launch_id: sent.launch for sent in waiting}
         living = {launch_id for launch_id, launch in launches.items() if launch.lives()}
         for sent in waiting:
@@ -354,14 +249,14 @@ class Loop:
         self.leaves = order is not None and order.order == DRAIN
         self.held = _held_by(order) if order is not None else ""
         if order is not None and order.order == CANCEL:
-            for sample in self.open.values():
-                if self._lacks(sample.id):
-                    self._reject(sample, "cancelled", f"by {order.operator}")
+            for sample in self.samples.open.values():
+                if self.samples.lacks(sample.id):
+                    self.samples.reject(sample, "cancelled", f"by {order.operator}")
 
     def _give_away(self, tokens: int) -> None:
         """Let another server have samples that were not begun. Only when they stand in withdrawn.jsonl it may."""
-        taken = [sample for sample in self.schedule.withdraw(tokens) if self._lacks(sample.id)]
-        begun = [sample for sample in self._release() if self._lacks(sample.id)] if self.leaves else []
+        taken = [sample for sample in self.schedule.withdraw(tokens) if self.samples.lacks(sample.id)]
+        begun = [sample for sample in self._release() if self.samples.lacks(sample.id)] if self.leaves else []
         try:
             give_away(self.share, [sample.id for sample in [*taken, *begun]])
         except OSError:
@@ -371,17 +266,12 @@ class Loop:
             raise
         taken += begun
         for sample in taken:
-            del self.open[sample.id]
-            self.sent.pop(sample.id, None)
-            self.given_away.add(sample.id)
-            self.reporter.tokens_left -= sample.tokens
-            self.reporter.progress.tokens -= sample.tokens
-        self.reporter.progress.samples -= len(taken)
+            self.attempts.sent.pop(sample.id, None)
+        self.samples.gave_away(taken)
 
     def _release(self) -> List[Sample]:
         """What was sent and is to be sent again; rows that still come of it are nobody's once it is given away."""
-        lost, self.lost = self.lost, []
-        return [*self.schedule.release(), *(sent.sample for sent in lost)]
+        return [*self.schedule.release(), *(sent.sample for sent in self.attempts.take_lost())]
 
     # ------------------------------------------------------------------ sending
     def _send(self) -> None:
@@ -389,7 +279,7 @@ class Loop:
             sample = self.schedule.take(time.monotonic())
             if sample is None:
                 return
-            if self._lacks(sample.id):
+            if self.samples.lacks(sample.id):
                 self._send_one(sample, self.launch)
             else:
                 self.schedule.landed(sample)
@@ -398,22 +288,20 @@ class Loop:
         rid = Rid(self.spec.run, sample.id, sample.attempt + 1)
         sent = Sent(sample, rid, launch, alone=self.schedule.alone == sample.id)
         try:
-            self._write_attempt(sample, rid.attempt, "sent", "")
+            self.attempts.begin(sent)
         except OSError:
             self.schedule.landed(sample)
             self.schedule.again(sample, 0.0)
             raise
-        sample.attempt = rid.attempt
         ids, _ = self.share.read_sample(sample)
-        self.sent[sample.id] = sent
         self.threads.run(lambda: Answer(sent, prefill(launch.port, str(rid), ids, launch.headers)))
 
     def _failed(self, sent: Sent, reason: str, detail: str) -> None:
         """An attempt ended without a sample: try again later, or reject."""
         sample, now = sent.sample, time.monotonic()
-        self.sent.pop(sample.id, None)
+        self.attempts.sent.pop(sample.id, None)
         self.journals.forget(str(sent.rid))
-        self._note_end(sent, reason, detail)
+        self.attempts.note_end(sent, reason, detail)
         if reason in FREE_OF_CHARGE:
             self.schedule.again(sample, now if reason == "server_gone" else now + self.timing.pause)
             if reason == "disk_full":
@@ -423,31 +311,7 @@ class Loop:
         if sample.failures < self.spec.max_attempts:
             self.schedule.again(sample, now + backoff(sample.failures))
         else:
-            self._reject(sample, "server_error" if reason == "server_error" else "capture_failed", detail)
-
-    def _reject(self, sample: Sample, reason: str, detail: str) -> None:
-        log.warning("%s is rejected: %s: %s", sample.id, reason, detail)
-        self.rejects[sample.id] = self.committer.rejection(sample.id, reason, detail, sample.attempt)
-
-    def _note_end(self, sent: Sent, outcome: str, detail: str) -> None:
-        """Log why an attempt ended. On a full disk the note is lost: then a later driver counts one failure less."""
-        log.warning("%s: %s: %s", sent.rid, outcome, detail)
-        self.reporter.failed(str(sent.rid), outcome, detail)
-        try:
-            self._write_attempt(sent.sample, sent.rid.attempt, outcome, detail)
-        except OSError as error:
-            log.warning("%s: %s", self.share.attempts, error)
-
-    def _write_attempt(self, sample: Sample, attempt: int, outcome: str, detail: str) -> None:
-        """Not fsynced: the line must outlive this process, and a crash of the machine ends the server, and with it
-        every request whose id could clash, too."""
-        clean = detail.encode("utf-8", "replace").decode()
-        end = self.attempts.seek(0, os.SEEK_END)
-        try:
-            write_all(self.attempts, encode_line(AttemptLine(sample.id, attempt, outcome, clean, time.time())))
-        except OSError:
-            self.attempts.truncate(end)
-            raise
+            self.samples.reject(sample, "server_error" if reason == "server_error" else "capture_failed", detail)
 
     def _pause(self, why: str) -> None:
         self._paused_until = time.monotonic() + self.timing.pause
@@ -509,46 +373,21 @@ class Loop:
             self.stopped_launch = found.stopped or self.stopped_launch
         self.detail = found.detail
         self.mute_launch = found.mute
-        self._tell_of_death(found.died)
+        self.suspicion.tell_of_death(found.died)
         if found.launch is None:
             return
         self.launch = found.launch
-        lost, self.lost = self.lost, []
-        for sent in lost:
+        for sent in self.attempts.take_lost():
             self._judge_lost(sent, found.launch)
 
-    def _tell_of_death(self, launch_id: str) -> None:
-        """So that a controller can have the server restarted, and knows whether one sample may be to blame."""
-        alone = self._alone_with(launch_id)
-        if alone and self._is_doubtful():
-            self.doubted_launch = launch_id
-        self.reporter.progress.dead_launch = launch_id
-        self.reporter.progress.suspect = alone if launch_id != self.doubted_launch else ""
-
     def _tell_of_silence(self, now: float) -> None:
-        """So that a controller can have a look at a server that lives and gives nothing, and restart it if it hangs."""
         owing = self.launch.launch_id if self.launch is not None and self.schedule.in_flight else self.mute_launch
-        progress = self.reporter.progress
-        progress.silent_seconds = self.silence.unusual(now, owing)
-        progress.silent_launch = owing if progress.silent_seconds else ""
-        if not progress.dead_launch:
-            is_to_blame = progress.silent_launch and not self._is_doubtful()
-            progress.suspect = self._alone_with(owing) if is_to_blame else ""
-
-    def _alone_with(self, launch_id: str) -> str:
-        """The sample that is, or was at its end, alone in flight with that launch; empty when there is none."""
-        alone = (s.sample.id for s in self.sent.values() if s.alone and s.launch.launch_id == launch_id)
-        return next((sample_id for sample_id in alone if not self.sent[sample_id].answered), "")
-
-    def _is_doubtful(self) -> bool:
-        """Whether another death with one sample alone is the server's own fault. Only while another sample is left to
-        try: else several that kill at the end of a share could not be told."""
-        return bool(self.schedule.waiting) and self.deaths_in_a_row + 1 >= DEATHS_TO_DOUBT
+        self.suspicion.tell_of_silence(owing, self.silence.unusual(now, owing))
 
     def _judge_lost(self, sent: Sent, back: Launch) -> None:
         """Did this request kill the server? It is a suspect unless the server was stopped on purpose or still lives."""
         sample = sent.sample
-        if not self._lacks(sample.id):
+        if not self.samples.lacks(sample.id):
             return
         if sent.launch.launch_id == back.launch_id:
             self._failed(sent, "server_error", "the server broke the connection but lives")
@@ -556,23 +395,7 @@ class Loop:
         if sent.launch.launch_id == self.stopped_launch:
             self._failed(sent, "server_gone", "the server was stopped")
             return
-        self.sent.pop(sample.id, None)
-        if not sent.alone:
-            self._note_end(sent, "server_gone", "in flight when the server died: it is tried alone")
-            self.schedule.suspect(sample)
-            return
-        self.deaths_in_a_row += 1
-        if sent.launch.launch_id == self.doubted_launch:
-            self._note_end(sent, "server_gone", f"the server died {self.deaths_in_a_row} times in a row: its own fault")
-            self.schedule.suspect(sample)
-            self.schedule.try_fresh()
-            return
-        sample.deaths += 1
-        self._note_end(sent, "killed_server", f"launch {sent.launch.launch_id} died with it alone in flight")
-        if sample.deaths < DEATHS_TO_REJECT:
-            self.schedule.suspect(sample)
-        else:
-            self._reject(sample, "killed_server", f"the server died {sample.deaths} times with it alone in flight")
+        self.suspicion.died_with(sent)
 
 
 def _held_by(order: Order) -> str:

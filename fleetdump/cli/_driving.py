@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fleetdump.agent.formats import server_of
-from fleetdump.agent.runmessages import FINISHED, RunProgress
+from fleetdump.agent.runmessages import RunProgress
 from fleetdump.cli._fleet import FleetOptions, Report, Verb
+from fleetdump.cli._lookaround import look_around, require_ours
+from fleetdump.cli._members import Members
 from fleetdump.cli.runcontrol import code_of, show_shares
 from fleetdump.dataset.intake import DataSet
-from fleetdump.errors import DrivenError, ExitCode, HostError, LockedError, UnreachableError, UsageError, worst
+from fleetdump.errors import DrivenError, ExitCode, UsageError, worst
 from fleetdump.fleet import Host, Outcome, fan_out
 from fleetdump.fleet.fanout import MAX_THREADS
 from fleetdump.hostpatterns import compress
 from fleetdump.inventory import HostConfig
 from fleetdump.ledger import Ledger
+from fleetdump.tasks.assignment import RunPlan, Share, open_run, targets_of
 from fleetdump.tasks.attendance import Attendance, JoinRequests
-from fleetdump.tasks.extract import (
-    FOLLOW_SECONDS,
-    ExtractSettings,
-    RunPlan,
-    Share,
-    Target,
-    follow,
-    open_run,
-    runs_file,
-    submit,
-    targets_of,
-)
-from fleetdump.tasks.intake import taking_in
-from fleetdump.tasks.rebalance import START_SECONDS, Balancer, left_with_others, require_server, serves
+from fleetdump.tasks.extract import FOLLOW_SECONDS, ExtractSettings, runs_file, submit
+from fleetdump.tasks.places import Places
+from fleetdump.tasks.rebalance import Balancer, left_with_others
 from fleetdump.tasks.rejected import write_rejected
-from fleetdump.tasks.steering import Controller, Places
+from fleetdump.tasks.steering import Controller
 from fleetdump.tasks.supervise import Policy, Supervisor
-from fleetdump.tasks.survey import Surveyed, is_cancelled, require_not_cancelled, shares_on, sight, survey
+from fleetdump.tasks.survey import is_cancelled
 from fleetdump.views.console import count, duration, err, out, print_error
 from fleetdump.views.hosts import show_event
 from fleetdump.views.run import RunView, Whole
-
-STANDSTILL_SECONDS = 300.0
-"""All servers that have work left are dead and stay so: for so long somebody may launch one, then the command ends."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +91,7 @@ def drive(options: FleetOptions, hosts: list[HostConfig], rows: DataSet, run: Ru
         targets = targets_of(hosts)
         # A run that this ledger has is compared with the data before any host is asked; another one they know better.
         known = open_run(ledger, run.name, rows, targets) if ledger.is_planned else None
-        around = _look_around(options, hosts, run.name, ledger, run.controller)
+        around = look_around(options, hosts, run.name, ledger, run.controller)
         plan = known or open_run(ledger, run.name, rows, targets, around.share_ids)
         around.note(ledger)
         if not plan.resumed:
@@ -161,15 +147,14 @@ def _report(options: FleetOptions) -> Report:
 
 def _hand_out(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: Run, ledger: Ledger) -> End:
     """Each host gets its shares, and is left to itself."""
-    report = _report(options)
-    places, standing_back = _places(hosts, run), StandingBack()
+    report, places = _report(options), _places(hosts, run)
 
     def hand_out(host: Host) -> list[RunProgress]:
-        with standing_back.told_by(host, run), places.on(host):
+        with places.on(host):
             return submit(host, plan, run.settings, ledger)
 
     def ended(name: str, outcome: Outcome[list[RunProgress]]) -> None:
-        if not standing_back.takes(outcome):
+        if not isinstance(outcome.error, DrivenError):
             report.add(name, outcome)
 
     with RunView(options.as_json):
@@ -181,7 +166,7 @@ def _hand_out(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run
             options=options.connect_options(),
             on_outcome=ended,
         )
-    standing_back.stand()
+    places.require_undisputed()
     return End(report.close(), [share for outcome in outcomes.values() for share in outcome.value or []])
 
 
@@ -189,13 +174,14 @@ def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: R
     """Each host gets its shares, then what others have more of; until all are done, or nobody is left to do it."""
     attendance = Attendance(hosts, _joining_later(options, run), set(run.watching.joining))
     supervisor = Supervisor(run.name, run.watching.policy, _teller(options))
-    report, final, standing_back = _report(options), list[RunProgress](), StandingBack()
+    report, final, places = _report(options), list[RunProgress](), _places(hosts, run)
+    balancer.stopped = lambda: places.disputed
 
     def ended(name: str, outcome: Outcome[list[RunProgress]]) -> None:
         if attendance.ended(name, outcome):
             balancer.forget(name)
             final.extend(outcome.value or [])
-            if not standing_back.takes(outcome):
+            if not isinstance(outcome.error, DrivenError):
                 report.add(name, outcome)
             return
         balancer.lost(name)
@@ -204,10 +190,10 @@ def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: R
 
     whole = Whole(plan.samples, balancer.ledger.copies)
     with RunView(options.as_json, moves=True, corrected=whole.corrected) as view:
-        members, places = Members(plan, run, balancer, attendance, view, supervisor), _places(hosts, run)
+        members = Members(plan, run.settings, places, balancer, attendance, view, supervisor)
 
         def work(host: Host) -> list[RunProgress]:
-            with standing_back.told_by(host, run), places.on(host):
+            with places.on(host):
                 return members.work(host)
 
         fan_out(
@@ -219,9 +205,9 @@ def _watch(options: FleetOptions, hosts: list[HostConfig], plan: RunPlan, run: R
             on_outcome=ended,
             later=attendance.later,
         )
-    standing_back.stand()
+    places.require_undisputed()
     if places.lost:
-        _require_ours(options, hosts, run, balancer.ledger)
+        require_ours(options, hosts, balancer.ledger, run.controller)
     for name, outcome in attendance.absent().items():
         report.add(name, outcome)
         if balancer.ledger.shares(name):
@@ -237,46 +223,6 @@ def _places(hosts: Sequence[HostConfig], run: Run) -> Places:
     return Places(run.controller, hosts, lambda name, text: show_event(name, {"event": "step", "text": text}))
 
 
-class StandingBack:
-    """Another controller drives the run, as some host found while this one meant to: what that one does makes our
-    ledger old, so nothing is judged by it."""
-
-    def __init__(self) -> None:
-        self._driven: DrivenError | None = None
-
-    @contextlib.contextmanager
-    def told_by(self, host: Host, run: Run) -> Iterator[None]:
-        """What the host refuses inside because of the other one is raised as ``DrivenError``."""
-        try:
-            yield
-        except DrivenError:
-            raise
-        except LockedError as error:
-            if not _is_driven(host, run):
-                raise
-            raise DrivenError.of(error) from error
-
-    def takes(self, outcome: Outcome[list[RunProgress]]) -> bool:
-        """Whether that is how a host has ended."""
-        if isinstance(outcome.error, DrivenError):
-            self._driven = self._driven or outcome.error
-            return True
-        return False
-
-    def stand(self) -> None:
-        """Once all hosts have ended: raise ``DrivenError`` if one of them has found another controller."""
-        if self._driven is not None:
-            raise self._driven
-
-
-def _is_driven(host: Host, run: Run) -> bool:
-    """Whether another controller has the run on the host, with whatever data."""
-    try:
-        return sight(host, run.name, run.controller).driven is not None
-    except UsageError:
-        return True
-
-
 def _teller(options: FleetOptions) -> Callable[[str, dict[str, Any]], None]:
     """Shows what is done about a server that died; scripts get its steps as objects too."""
 
@@ -286,183 +232,6 @@ def _teller(options: FleetOptions) -> Callable[[str, dict[str, Any]], None]:
         show_event(host, event)
 
     return tell
-
-
-@dataclass(frozen=True)
-class Around:
-    """What the hosts that have told know of the run; ``knows_all``: none is missing."""
-
-    hosts: dict[str, Surveyed]
-    knows_all: bool
-
-    @property
-    def share_ids(self) -> dict[Target, str]:
-        """Of all their shares."""
-        return {(name, share.server): share.share_id for name, has in self.hosts.items() for share in has.shares}
-
-    def note(self, ledger: Ledger) -> None:
-        """Have the ledger know what they took over."""
-        for name, has in self.hosts.items():
-            has.note(ledger, name)
-
-
-def _look_around(
-    options: FleetOptions, hosts: list[HostConfig], run_name: str, ledger: Ledger, me: Controller | None = None
-) -> Around:
-    """Learn what the hosts know of the run and we do not. Raises ``UsageError`` for a cancelled run, ``DrivenError``
-    for one that another controller drives. A host that cannot be asked is reported with its share."""
-    outcomes = fan_out(
-        hosts, lambda host: survey(host, run_name, ledger, me), limit=options.jobs, options=options.connect_options()
-    )
-    for outcome in outcomes.values():
-        if isinstance(outcome.error, (DrivenError, UsageError)):
-            raise outcome.error
-    told = {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None}
-    require_not_cancelled(run_name, {name: has.shares for name, has in told.items()})
-    return Around(told, len(told) == len(outcomes))
-
-
-def _require_ours(options: FleetOptions, hosts: list[HostConfig], run: Run, ledger: Ledger) -> None:
-    """A place was lost: raise ``DrivenError`` when another controller drives the run now, or has moved samples since.
-    What became of them our ledger does not know."""
-    around = _look_around(options, hosts, run.name, ledger, run.controller)
-    moved_to = sorted(name for name, has in around.hosts.items() if has.taken_over)
-    if moved_to:
-        raise DrivenError(
-            f"run {run.name} was driven by another controller meanwhile",
-            ", ".join(compress(moved_to)),
-            f"it has given samples to {', '.join(compress(moved_to))} that this one knows nothing of",
-            f"fleetdump collect --run {run.name} says whether samples are missing",
-        )
-
-
-@dataclass
-class Members:
-    """What each host does in a run that is watched: its shares, and then what it takes over from hosts that have more
-    left."""
-
-    plan: RunPlan
-    run: Run
-    balancer: Balancer
-    attendance: Attendance
-    view: RunView
-    supervisor: Supervisor
-    _handed: dict[str, RunPlan] = field(default_factory=dict)
-    """What a host was given last to take over, until it is known to have it."""
-    _still_since: float | None = None
-
-    def work(self, host: Host) -> list[RunProgress]:
-        """A host's part, to its end; its shares as they are then."""
-        name = host.config.name
-        returns = self.attendance.arrived(name)
-        try:
-            with taking_in(host, self.run.name, self.balancer.ledger):
-                return self._take_part(host, returns)
-        except UnreachableError:
-            self.balancer.lost(name)
-            raise
-        finally:
-            self.balancer.forget(name)
-
-    def _take_part(self, host: Host, returns: bool) -> list[RunProgress]:
-        states, more = self._return(host) if returns else self._begin(host)
-        self.balancer.has_told(host.config.name)
-        while True:
-            if more is not None:
-                states = [*states, *self._hand_over(host, more, states)]
-            states, more = self._follow(host, states)
-            if any(share.state == "failed" for share in states) and more is None:
-                return states
-            if more is None and (states or serves(host)):
-                more = self.balancer.wait_for_work(host)
-            if more is None:
-                return states
-
-    def _follow(self, host: Host, states: list[RunProgress]) -> tuple[list[RunProgress], RunPlan | None]:
-        """To the end of the host's shares; or only until it has something to take over, shortly before that end."""
-        more = None
-        if not _is_over(states):
-            states = self._states(host, ahead=START_SECONDS)
-        if not _is_over(states) and all(share.state != "failed" for share in states):
-            more = self.balancer.ask(host)
-        if more is None and not _is_over(states):
-            states = self._states(host)
-        return states, more
-
-    def _states(self, host: Host, ahead: float = 0.0) -> list[RunProgress]:
-        """The host's shares when they have ended, or so many seconds before."""
-        return follow(host, self.run.name, lambda _, progress: self._note(host, progress), ahead=ahead)
-
-    def _begin(self, host: Host) -> tuple[list[RunProgress], RunPlan | None]:
-        """The host's own shares, and what they once gave away to nobody."""
-        name = host.config.name
-        self.balancer.back(host, self.plan)
-        states = submit(host, self.plan, self.run.settings, self.balancer.ledger)
-        for share in states:
-            self._note(host, share)  # a share that is done already is never followed
-        if not states and name in self.attendance.asked:
-            require_server(host)
-        return states, self.balancer.reclaim(host, list(self.plan.of_host(name))) if self.plan.resumed else None
-
-    def _return(self, host: Host) -> tuple[list[RunProgress], RunPlan | None]:
-        """As ``_begin``, for a host that was lost in the middle: it may have more shares by now than it began with."""
-        plan, handed = replace(self.plan, resumed=True), self._handed.get(host.config.name)
-        self.balancer.back(host, plan, *([handed] if handed else []))
-        submit(host, plan, self.run.settings, self.balancer.ledger)
-        states = shares_on(host, self.run.name)
-        for share in states:
-            self._note(host, share)
-        if handed is not None and handed.shares:
-            return states, handed
-        return states, self.balancer.reclaim(host, list(plan.of_host(host.config.name)))
-
-    def _note(self, host: Host, progress: RunProgress) -> None:
-        self.balancer.note(host, progress)
-        self.supervisor.note(host, progress)
-        self.view.update(host.config.name, progress)
-        is_dead = self.supervisor.is_left_dead(host.config.name, progress)
-        if not is_dead and self._still_since is None:
-            return
-        if not self.balancer.only_waits_for(self.supervisor.is_left_dead):
-            self._still_since = None
-        elif is_dead:
-            self._mind_standstill(host.config.name, server_of(progress.server))
-
-    def _mind_standstill(self, name: str, server: str) -> None:
-        """Raise ``HostError`` once nobody has been at work for long and nobody will be: else the command would wait for
-        ever, and a script with it."""
-        now, by_hand = time.monotonic(), f"fleetdump restart --host {name} --server {server}, or fleetdump deploy"
-        if self._still_since is None:
-            self._still_since = now
-            text = f"{server} is dead and nobody else is at work: waiting {duration(STANDSTILL_SECONDS)} for it"
-            show_event(name, {"event": "step", "text": f"{text}; next: {by_hand}"})
-        if now - self._still_since >= STANDSTILL_SECONDS:
-            raise HostError(
-                f"server {server} is dead, and nobody else is at work on run {self.run.name}",
-                name,
-                "it is not restarted any more (the reason stands above)",
-                f"{by_hand}; its driver waits for that and nothing is lost; the same command goes on watching",
-            )
-
-    def _hand_over(self, host: Host, plan: RunPlan, own: Sequence[RunProgress]) -> list[RunProgress]:
-        """``submit`` what the host takes over; what it refuses goes to the next one that asks, and then the host still
-        ends what it has of its ``own``."""
-        name = host.config.name
-        self._handed[name] = plan
-        try:
-            states = submit(host, plan, self.run.settings, self.balancer.ledger)
-        except HostError:
-            self.balancer.give_back(plan)
-            del self._handed[name]
-            if not _is_over(own):
-                self._states(host)
-            raise
-        del self._handed[name]
-        return states
-
-
-def _is_over(shares: Sequence[RunProgress]) -> bool:
-    return all(share.state in FINISHED for share in shares)
 
 
 def _joining_later(options: FleetOptions, run: Run) -> Callable[[], list[HostConfig]]:

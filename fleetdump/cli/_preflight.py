@@ -13,7 +13,7 @@ from fleetdump.dataset.intake import DataSet
 from fleetdump.errors import FleetdumpError
 from fleetdump.fleet import Host, fan_out
 from fleetdump.inventory import HostConfig
-from fleetdump.tasks.extract import Target
+from fleetdump.tasks.assignment import Target
 from fleetdump.tasks.plan import PREVIEW_DEADLINE, Limits, corrections, look, preview, require_usable
 from fleetdump.views.console import count, err
 from fleetdump.views.plan import show_preview

@@ -23,16 +23,10 @@ from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import BrokenRow
 from fleetdump.errors import DrivenError, ExitCode, UnreachableError, UsageError
 from fleetdump.inventory import HostConfig
+from fleetdump.tasks.assignment import is_begun, require_begun_with, targets_of
 from fleetdump.tasks.attendance import JoinRequests, ask_to_join
 from fleetdump.tasks.controller import arguments
-from fleetdump.tasks.extract import (
-    is_begun,
-    require_begun_with,
-    require_run_name,
-    runs_file,
-    settle,
-    targets_of,
-)
+from fleetdump.tasks.extract import require_run_name, runs_file, settle
 from fleetdump.tasks.plan import Limits, estimate, require_deployed, require_fit, sample_of
 from fleetdump.tasks.rebalance import PATIENCE_SECONDS
 from fleetdump.tasks.runlock import CONTROLLER, sole
@@ -251,7 +245,7 @@ def _leave_word(run: Run, error: DrivenError) -> None:
 
 def _after_interrupt(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> ExitCode:
     """Ctrl-C at a terminal asks once what it was meant for; a second one, or no terminal, leaves the hosts alone."""
-    if not (sys.stdin.isatty() and err.is_terminal):
+    if sys.stdin is None or not (sys.stdin.isatty() and err.is_terminal):
         say_and_leave(goes_on(run_name))
     answers = click.Choice(["leave", "pause", "cancel"])
     text = f"The hosts go on with run {run_name}. Leave them, or pause or cancel it?"

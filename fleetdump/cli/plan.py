@@ -13,7 +13,7 @@ from fleetdump.cli._fleet import FiniteRange, FleetOptions, fleet_options
 from fleetdump.cli._interrupt import NOTHING, interruptible
 from fleetdump.cli._preflight import Looked, Previewed, ask, look_at, preview_on
 from fleetdump.errors import worst
-from fleetdump.tasks.extract import Target
+from fleetdump.tasks.assignment import Target
 from fleetdump.tasks.plan import (
     BURST_DEADLINE,
     BURST_PROMPTS,

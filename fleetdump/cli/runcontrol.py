@@ -107,7 +107,7 @@ def resume(options: FleetOptions, run_name: str) -> None:
 
 @click.command(short_help="End a run; what is done stays.")
 @run_option
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask; for a job or a script, where nobody can answer.")
 @lock_wait_option
 @fleet_options
 def cancel(options: FleetOptions, run_name: str, yes: bool) -> None:
@@ -115,15 +115,34 @@ def cancel(options: FleetOptions, run_name: str, yes: bool) -> None:
     `cancelled` as the reason.
 
     \b
-    Example:
+    Examples:
       fleetdump cancel --run conversations
+      fleetdump cancel --run conversations --yes
     """
     require_run_name(run_name)
     hosts = options.select(read_only=False)
     if not yes:
         require_run(options, hosts, run_name)
-        click.confirm(f"Give up what is not done of run {run_name}? It cannot be resumed", abort=True, err=True)
+        _require_consent(run_name)
     sys.exit(give_order(options, hosts, run_name, "cancel", _all_are_meant(options)))
+
+
+def _require_consent(run_name: str) -> None:
+    """Ask. Raises ``click.Abort`` for a no, ``UsageError`` where nobody is there to answer: in a job, a script."""
+    unanswered = UsageError(
+        f"run {run_name} is not cancelled",
+        why="it is asked first, and standard input has ended without an answer",
+        next_step=f"fleetdump cancel --run {run_name} --yes does not ask",
+    )
+    if sys.stdin is None:  # closed by whoever started us
+        raise unanswered
+    try:
+        click.confirm(f"Give up what is not done of run {run_name}? It cannot be resumed", abort=True, err=True)
+    except click.Abort as abort:
+        if not isinstance(abort.__context__, EOFError):
+            raise
+        err.print()
+        raise unanswered from None
 
 
 def require_run(options: FleetOptions, hosts: list[HostConfig], run_name: str) -> None:

@@ -18,8 +18,9 @@ from fleetdump.fleet import Host
 from fleetdump.hostpatterns import compress
 from fleetdump.inventory import HostConfig, resolve_secrets
 from fleetdump.tasks._task import task
+from fleetdump.tasks.assignment import Target, balance
 from fleetdump.tasks.check import CheckPlan, check
-from fleetdump.tasks.extract import Target, balance, require_engine
+from fleetdump.tasks.extract import require_engine
 
 PREVIEW_DEADLINE = 300.0
 SAMPLE_ROWS = 200

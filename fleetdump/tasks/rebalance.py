@@ -28,7 +28,7 @@ from fleetdump.errors import HostError, LockedError, UnreachableError
 from fleetdump.fleet import Host
 from fleetdump.ledger import Ledger
 from fleetdump.tasks._task import task
-from fleetdump.tasks.extract import RunPlan, Share, Target
+from fleetdump.tasks.assignment import RunPlan, Share, Target
 from fleetdump.tasks.survey import shares_on
 
 WITHDRAW_DEADLINE = 60.0
@@ -150,6 +150,8 @@ class Balancer:
     knows_all: bool = True
     least_seconds: float = LEAST_SECONDS
     patience: float = PATIENCE_SECONDS
+    stopped: Callable[[], bool] = lambda: False
+    """Whether nothing is to be moved any more."""
     _began: float = field(default_factory=time.monotonic)
     _asked: dict[Target, float] = field(default_factory=dict)
     _known: dict[Target, Known] = field(default_factory=dict)
@@ -261,8 +263,8 @@ class Balancer:
             return self._next_plan(host, victims)
 
     def _is_out(self, name: str) -> bool:
-        """Whether that host alone was told to pause, to leave or to cancel: it takes nothing."""
-        return any(known.progress.order and not known.progress.whole_run for known in self._of(name))
+        """Whether that host alone was told to pause, to leave or to cancel, or all has stopped: it takes nothing."""
+        return self.stopped() or any(known.progress.order and not known.progress.whole_run for known in self._of(name))
 
     def _seconds(self, name: str) -> float:
         """Until that host has nothing to do. A server has its shares one after the other."""

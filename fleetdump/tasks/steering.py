@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,10 @@ from fleetdump.agent.scrub import printable
 from fleetdump.agent.steermessages import DataMark, SteerArgs, SteerResult
 from fleetdump.errors import DrivenError, FleetdumpError, LockedError, UnreachableError, UsageError, of_local_file
 from fleetdump.fleet import Host
-from fleetdump.inventory import HostConfig
 from fleetdump.tasks.extract import FOLLOW_SECONDS
 
 NONCE = "controller.id"
 """In the run's folder: what tells its controllers from those of every other folder."""
-
-FIRST_SECONDS = 5.0
-"""For so long the other hosts wait to hear who has the first."""
 
 
 @dataclass(frozen=True)
@@ -117,44 +112,3 @@ def steered(host: Host, me: Controller, on_lost: Callable[[str], None]) -> Itera
         if is_there:
             with contextlib.suppress(FleetdumpError):
                 host.call(SteerArgs(me.run, args.controller, over=True), SteerResult, verb="steer")
-
-
-class Places:
-    """The places of one controller on all ``hosts``. The first of them is taken first: of two controllers that begin in
-    the same moment one is refused there, and takes no other. ``tell`` (host, text) hears of places that are lost;
-    ``lost``: one was, so that another controller may have driven the run since."""
-
-    def __init__(self, me: Controller, hosts: Sequence[HostConfig], tell: Callable[[str, str], None]):
-        self._me = me
-        # By address: two inventories may call the same hosts by other names.
-        first = min(hosts, key=lambda host: (host.address, host.port or 0, host.name), default=None)
-        self._first = first.name if first is not None else ""
-        self._tell = tell
-        self.lost = False
-        self._decided = threading.Event()
-        self._refusal: LockedError | None = None
-
-    @contextlib.contextmanager
-    def on(self, host: Host) -> Iterator[None]:
-        """``steered``, once it is known whether the first host is ours, or cannot be had for now."""
-        name = host.config.name
-        if name != self._first and not self._decided.is_set():
-            self._decided.wait(FIRST_SECONDS)
-            self._decided.set()
-        if self._refusal is not None:
-            raise self._refusal
-        try:
-            with steered(host, self._me, functools.partial(self._lose, name)):
-                self._decided.set()
-                yield
-        except LockedError as error:
-            if not self._decided.is_set():
-                self._refusal = error
-            raise
-        finally:
-            if name == self._first:
-                self._decided.set()
-
-    def _lose(self, name: str, text: str) -> None:
-        self.lost = True
-        self._tell(name, text)

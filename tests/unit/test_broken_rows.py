@@ -15,7 +15,7 @@ from fleetdump.dataset.intake import take_in
 from fleetdump.dataset.rows import numbered_rows
 from fleetdump.errors import UsageError
 from fleetdump.ledger import Ledger
-from fleetdump.tasks.extract import open_run
+from fleetdump.tasks.assignment import open_run
 from fleetdump.tasks.rejected import write_rejected
 from fleetdump.worker.rowencoder import RowEncoder
 from fleetdump.worker.tokenise import TokeniseJob, tokenise

@@ -34,16 +34,9 @@ from fleetdump.errors import ExitCode, FleetdumpError, LockedError, UsageError
 from fleetdump.fleet import Host, connect
 from fleetdump.inventory import CaptureConfig, HostConfig
 from fleetdump.ledger import Ledger, Planned, Totals
+from fleetdump.tasks.assignment import RunPlan, balance, open_run, targets_of
 from fleetdump.tasks.collect import pull, run_goes_on, take_line, take_reject
-from fleetdump.tasks.extract import (
-    ExtractSettings,
-    RunPlan,
-    balance,
-    open_run,
-    require_run_name,
-    submit,
-    targets_of,
-)
+from fleetdump.tasks.extract import ExtractSettings, require_run_name, submit
 from fleetdump.tasks.extract import Share as SharePlan
 from fleetdump.tasks.merge import PullOptions, merge, require_whole
 from fleetdump.tasks.pullshards import DamagedCopy, PullReport, pull_file, verify_pieces

@@ -32,6 +32,7 @@ from fleetdump.errors import DrivenError, LockedError, UsageError
 from fleetdump.inventory import HostConfig, load
 from fleetdump.inventory.dump import dump
 from fleetdump.ledger import Ledger
+from fleetdump.tasks.assignment import open_run
 from fleetdump.tasks.controller import (
     DATA,
     Files,
@@ -42,7 +43,7 @@ from fleetdump.tasks.controller import (
     require_alone,
     run_files,
 )
-from fleetdump.tasks.extract import ExtractSettings, open_run
+from fleetdump.tasks.extract import ExtractSettings
 from fleetdump.tasks.runlock import CONTROLLER, sole
 from fleetdump.tasks.steering import Controller
 

@@ -17,7 +17,8 @@ from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import Row
 from fleetdump.errors import DrivenError, ExitCode, FleetdumpError, HostError, LockedError, UsageError
 from fleetdump.ledger import Ledger
-from fleetdump.tasks.extract import ExtractSettings, open_run, require_begun_with, runs_file, settle
+from fleetdump.tasks.assignment import open_run, require_begun_with
+from fleetdump.tasks.extract import ExtractSettings, runs_file, settle
 from tests.unit.engineinstall import install
 
 TARGETS = [("h1", "main")]

@@ -72,6 +72,16 @@ def test_where_a_controller_sits_on_a_host_nobody_can_be_asked(
     assert result.exit_code == (1 if joining else 0)
 
 
+def test_ctrl_c_where_standard_input_is_closed_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(words: str) -> None:
+        raise SystemExit(words)
+
+    monkeypatch.setattr(command, "say_and_leave", leave)
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(SystemExit, match="the hosts go on with what they have of run r"):
+        command._after_interrupt(cast(Any, None), [], "r")
+
+
 def run_of(folder: Path) -> Any:
     requests = JoinRequests(folder, pytest.fail)
     return cast(Any, SimpleNamespace(name="r", watching=SimpleNamespace(requests=requests)))

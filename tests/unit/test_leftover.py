@@ -10,13 +10,15 @@ from typing import Any, cast
 import pytest
 
 from fleetdump.agent.formats import RejectedLine
+from fleetdump.agent.runmessages import CANCEL, RunProgress
 from fleetdump.cli import _driving
 from fleetdump.cli._fleet import FleetOptions
+from fleetdump.cli._lookaround import Around
 from fleetdump.errors import ExitCode
 from fleetdump.fleet import Outcome
 from fleetdump.inventory import HostConfig
 from fleetdump.ledger import Ledger, Planned
-from fleetdump.tasks.extract import RunPlan
+from fleetdump.tasks.assignment import RunPlan
 from fleetdump.tasks.rebalance import Balancer, left_with_others
 from fleetdump.tasks.supervise import Policy
 
@@ -56,7 +58,7 @@ def test_a_watch_ends_with_what_it_was_not_given(
     settle(ledger, "cd")
     monkeypatch.setattr(_driving, "fan_out", fan_out)
     watching = SimpleNamespace(policy=Policy(), patience=600.0, joining=(), requests=SimpleNamespace(names=list))
-    run = SimpleNamespace(name="r", folder=tmp_path / "r", watching=watching, controller=None)
+    run = SimpleNamespace(name="r", folder=tmp_path / "r", watching=watching, controller=None, settings=None)
     options = FleetOptions(Path("inventory.yaml"), (), (), False, False, False, 1)
     balancer = Balancer("r", ledger, cast(Any, None))
     end = _driving._watch(options, [HERE], RunPlan("r", SHARES, 4, [], resumed=True), cast(Any, run), balancer)
@@ -74,7 +76,7 @@ class Drive:
         self.run.detach = self.run.seated = False
         monkeypatch.setattr(_driving, "open_run", lambda *_: RunPlan("r", SHARES, 4, [], resumed=True))
         monkeypatch.setattr(_driving, "targets_of", lambda _: [])
-        monkeypatch.setattr(_driving, "_look_around", lambda *_: _driving.Around({}, knows_all=True))
+        monkeypatch.setattr(_driving, "look_around", lambda *_: Around({}, knows_all=True))
         monkeypatch.setattr(_driving, "_watch", self.watch)
 
     def watch(self, *args: Any) -> _driving.End:
@@ -113,6 +115,17 @@ def test_what_an_excluded_host_is_known_to_have_done_is_not_left(
     settle(ledger, "abcd")
     assert drive() == ExitCode.OK
     assert "not done" not in capsys.readouterr().err
+
+
+def test_a_run_that_was_cancelled_from_elsewhere_is_said_to_be(
+    ledger: Ledger, drive: Drive, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settle(ledger, "abcd")
+    drive.end = _driving.End(ExitCode.OK, [RunProgress("r", "main", "done", 2, 0, 2, order=CANCEL, whole_run=True)])
+    assert drive() == ExitCode.OK
+    told = capsys.readouterr().err
+    assert "run r was cancelled; next: fleetdump collect --data" in told
+    assert "interrupted" not in told
 
 
 @pytest.mark.parametrize("code", [ExitCode.OK, ExitCode.UNREACHABLE])

@@ -14,14 +14,18 @@ import pytest
 
 from fleetdump.agent.formats import RejectedLine
 from fleetdump.agent.runmessages import HeldResult, RunProgress, WithdrawArgs, WithdrawResult
-from fleetdump.cli import _driving
+from fleetdump.cli import _driving, _lookaround, _members
 from fleetdump.cli._fleet import FleetOptions
+from fleetdump.cli._lookaround import look_around
+from fleetdump.cli._members import Members
 from fleetdump.errors import ExitCode, HostError, UnreachableError, UsageError
 from fleetdump.fleet import Host, Outcome
 from fleetdump.ledger import Ledger, Planned
 from fleetdump.tasks import rebalance
+from fleetdump.tasks.assignment import RunPlan
 from fleetdump.tasks.attendance import Attendance, JoinRequests
-from fleetdump.tasks.extract import ExtractSettings, RunPlan
+from fleetdump.tasks.extract import ExtractSettings
+from fleetdump.tasks.places import Places
 from fleetdump.tasks.rebalance import START_SECONDS, Balancer, Known, fair_part
 from fleetdump.tasks.supervise import Policy
 from fleetdump.tasks.survey import Surveyed, require_not_cancelled, survey
@@ -181,14 +185,15 @@ def test_a_run_whose_shares_are_done_already_is_not_waited_for(
 
 
 # --------------------------------------------------------------------------- hosts that leave, and that are away
-def members(balancer: Balancer, monkeypatch: pytest.MonkeyPatch, hosts: Sequence[Answering]) -> _driving.Members:
+def members(balancer: Balancer, monkeypatch: pytest.MonkeyPatch, hosts: Sequence[Answering]) -> Members:
     """What the hosts do that take part, without their manifests."""
-    monkeypatch.setattr(_driving, "taking_in", lambda *_: nullcontext())
-    monkeypatch.setattr(_driving, "submit", lambda host, *_: list(host.shares))
+    monkeypatch.setattr(_members, "taking_in", lambda *_: nullcontext())
+    monkeypatch.setattr(_members, "submit", lambda host, *_: list(host.shares))
     anything = cast(Any, SimpleNamespace(update=lambda *_: None, note=lambda *_: None, is_left_dead=lambda *_: False))
-    run = cast(Any, SimpleNamespace(name="r", settings=ExtractSettings()))
-    plan = RunPlan("r", {}, 4, [], resumed=True)
-    return _driving.Members(plan, run, balancer, Attendance([host.config for host in hosts]), anything, anything)
+    plan, undisputed = RunPlan("r", {}, 4, [], resumed=True), Places(cast(Any, None), [], pytest.fail)
+    return Members(
+        plan, ExtractSettings(), undisputed, balancer, Attendance([host.config for host in hosts]), anything, anything
+    )
 
 
 def test_who_is_drained_gives_all_at_once_and_takes_nothing(balancer: Balancer) -> None:
@@ -298,7 +303,7 @@ def test_what_a_host_refuses_to_take_over_is_the_next_ones(balancer: Balancer, m
             raise HostError("only 3 MiB are free", host.name)
         return host.shares
 
-    monkeypatch.setattr(_driving, "submit", refuse)
+    monkeypatch.setattr(_members, "submit", refuse)
     with pytest.raises(HostError, match="only 3 MiB"):
         work(fast.host)
     assert balancer.left_over() == 2
@@ -319,7 +324,7 @@ def test_what_was_on_its_way_to_a_host_that_was_lost_is_sent_again_when_it_is_ba
         return host.shares
 
     work = members(balancer, monkeypatch, [fast]).work
-    monkeypatch.setattr(_driving, "submit", submit)
+    monkeypatch.setattr(_members, "submit", submit)
     with pytest.raises(UnreachableError):
         work(fast.host)
     balancer.forget("slow")
@@ -361,7 +366,7 @@ def test_a_run_that_was_cancelled_where_one_host_was_away_is_not_taken_up(
         "h2": ([], HostError("away")),
     }
     monkeypatch.setattr(
-        _driving,
+        _lookaround,
         "fan_out",
         lambda *_, **__: {
             name: SimpleNamespace(value=None if error else Surveyed(list(shares)), error=error)
@@ -370,12 +375,12 @@ def test_a_run_that_was_cancelled_where_one_host_was_away_is_not_taken_up(
     )
     options = SimpleNamespace(jobs=1, connect_options=lambda: None)
     with pytest.raises(UsageError, match="h1: run r was cancelled") as caught:
-        _driving._look_around(cast(Any, options), [], "r", ledger)
+        look_around(cast(Any, options), [], "r", ledger)
     assert "fleetdump cancel --run r" in caught.value.next_step
     answers["h1"] = ([done()], None)
-    assert not _driving._look_around(cast(Any, options), [], "r", ledger).knows_all, "h2 has not told"
+    assert not look_around(cast(Any, options), [], "r", ledger).knows_all, "h2 has not told"
     answers["h2"] = ([], None)
-    assert _driving._look_around(cast(Any, options), [], "r", ledger).knows_all
+    assert look_around(cast(Any, options), [], "r", ledger).knows_all
 
 
 @pytest.mark.parametrize("busy", [0.0, 5.0, 15.0])
@@ -519,8 +524,8 @@ def test_a_host_takes_over_before_its_end_and_is_then_followed_to_the_end(
         host.shares = [*host.shares, *(nearly(50, server=share) for _, share in plan.shares)]
         return host.shares
 
-    monkeypatch.setattr(_driving, "follow", follow)
-    monkeypatch.setattr(_driving, "submit", submit)
+    monkeypatch.setattr(_members, "follow", follow)
+    monkeypatch.setattr(_members, "submit", submit)
     monkeypatch.setattr(balancer, "wait_for_work", lambda _: None)
     assert [share.state for share in work(fast.host)] == ["done", "done"]
     ahead = "until shortly before the end"
@@ -542,12 +547,22 @@ def test_who_refuses_what_it_asked_for_still_ends_its_own(balancer: Balancer, mo
             raise HostError("only 3 MiB are free", host.name)
         return host.shares
 
-    monkeypatch.setattr(_driving, "follow", follow)
-    monkeypatch.setattr(_driving, "submit", refuse)
+    monkeypatch.setattr(_members, "follow", follow)
+    monkeypatch.setattr(_members, "submit", refuse)
     with pytest.raises(HostError, match="only 3 MiB"):
         work(fast.host)
     assert followed == [START_SECONDS, 0.0]
     assert balancer.left_over() == 2
+
+
+def test_once_another_controller_drives_the_run_nobody_waits_for_work_or_takes_any(balancer: Balancer) -> None:
+    slow, fast = Answering("slow", gives=SLOW), Answering("fast", [done()])
+    balancer.note(slow.host, busy())
+    balancer._away["gone"] = 0.0
+    balancer.stopped = lambda: True
+    assert balancer.ask(fast.host) is None
+    assert balancer.wait_for_work(fast.host) is None
+    assert slow.gives == SLOW
 
 
 # --------------------------------------------------------------------------- what no host has
@@ -577,17 +592,18 @@ def test_a_run_is_not_done_when_its_hosts_are_and_a_sample_is_with_none_of_them(
 
 # --------------------------------------------------------------------------- when nobody is at work any more
 @pytest.fixture
-def standing(balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> _driving.Members:
+def standing(balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> Members:
     """A run whose servers with a dead launch are not brought back."""
-    monkeypatch.setattr(_driving, "STANDSTILL_SECONDS", 0.0)
+    monkeypatch.setattr(_members, "STANDSTILL_SECONDS", 0.0)
     supervisor = SimpleNamespace(note=lambda *_: None, is_left_dead=lambda _, progress: bool(progress.dead_launch))
     # Its second share waits for its turn on the same server, and knows nothing of the death.
     balancer.note(Answering("slow").host, replace(busy(rate=0.0), server="main.1"))
-    parts = (SimpleNamespace(name="r"), balancer, None, SimpleNamespace(update=lambda *_: None), supervisor)
-    return _driving.Members(cast(Any, None), *cast(Any, parts))
+    plan, undisputed = RunPlan("r", {}, 4, [], resumed=True), Places(cast(Any, None), [], pytest.fail)
+    parts = (undisputed, balancer, None, SimpleNamespace(update=lambda *_: None), supervisor)
+    return Members(plan, ExtractSettings(), *cast(Any, parts))
 
 
-def test_a_run_whose_servers_are_all_dead_ends_with_what_to_do(standing: _driving.Members) -> None:
+def test_a_run_whose_servers_are_all_dead_ends_with_what_to_do(standing: Members) -> None:
     dead = busy(rate=0.0)
     dead.dead_launch = "L1"
     with pytest.raises(HostError, match="nobody else is at work") as caught:
@@ -599,7 +615,7 @@ def test_a_run_whose_servers_are_all_dead_ends_with_what_to_do(standing: _drivin
 
 
 @pytest.mark.parametrize("other", ["works", "away", "pending"])
-def test_while_another_host_may_do_the_work_it_is_waited_for(standing: _driving.Members, other: str) -> None:
+def test_while_another_host_may_do_the_work_it_is_waited_for(standing: Members, other: str) -> None:
     dead = busy(rate=0.0)
     dead.dead_launch = "L1"
     if other == "works":

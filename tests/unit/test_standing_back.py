@@ -8,16 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from fleetdump.agent.hostmessages import StatusResult
 from fleetdump.agent.runmessages import HeldResult, RunProgress
-from fleetdump.agent.steermessages import DataMark, Steering
-from fleetdump.cli import _driving, _standingback
-from fleetdump.cli._driving import Around, StandingBack
+from fleetdump.agent.steermessages import DataMark
+from fleetdump.cli import _driving, _lookaround, _standingback
+from fleetdump.cli._lookaround import Around, require_ours
 from fleetdump.cli._standingback import Seen
 from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import Row
-from fleetdump.errors import DrivenError, ExitCode, LockedError, UnreachableError, UsageError
-from fleetdump.fleet import Outcome
+from fleetdump.errors import DrivenError, ExitCode, UnreachableError, UsageError
 from fleetdump.inventory import HostConfig
 from fleetdump.ledger import Ledger
 from fleetdump.tasks.extract import ExtractSettings
@@ -26,6 +24,7 @@ from fleetdump.tasks.steering import Controller
 from fleetdump.tasks.survey import Sight, Surveyed
 
 DRIVEN = DrivenError("run r is being driven already", "h1", "by anna@desk", "fleetdump attach --run r watches it")
+SECONDS = 60.0
 DATA = DataMark("data.jsonl", 2, "ab" * 32)
 OPTIONS = cast(Any, SimpleNamespace(jobs=1, as_json=False, connect_options=lambda: None))
 
@@ -36,17 +35,6 @@ def run(tmp_path: Path) -> Any:
     made = SimpleNamespace(name="r", runs_dir=tmp_path, folder=tmp_path / "r", watching=watching, detach=False)
     made.seated, made.settings, made.controller = False, ExtractSettings(), Controller("r", tmp_path / "r", DATA)
     return made
-
-
-class Answering:
-    """A host, of which nothing is real but what its status says."""
-
-    def __init__(self, *steering: Steering) -> None:
-        self.config = HostConfig("h1", "10.0.0.1")
-        self._status = StatusResult("node", [], [], steering=list(steering))
-
-    def call(self, *_: object, **__: object) -> StatusResult:
-        return self._status
 
 
 # --------------------------------------------------------------------------- to its end
@@ -109,30 +97,6 @@ def test_what_it_sees_is_of_all_hosts_that_answer_and_of_this_folder(run: Any, m
 
 
 # --------------------------------------------------------------------------- found in the middle
-def other(data: DataMark) -> Steering:
-    return Steering("r", "other", "anna@desk", 7, "/a/runs/r", data, 1.0, 70)
-
-
-@pytest.mark.parametrize("data", [DATA, DataMark("old.jsonl", 9, "11" * 32)])
-def test_a_refusal_because_of_another_controller_is_how_a_host_ends(run: Any, data: DataMark) -> None:
-    standing_back, refusal = StandingBack(), LockedError("locked", "h1", "by anna@desk", "wait")
-    host = cast(Any, Answering(other(data)))
-    with pytest.raises(DrivenError, match="anna@desk") as driven, standing_back.told_by(host, run):
-        raise refusal
-    standing_back.stand()
-    assert standing_back.takes(Outcome(None, driven.value, 1.0))
-    with pytest.raises(DrivenError, match="anna@desk"):
-        standing_back.stand()
-
-
-def test_another_lock_is_no_other_controller(run: Any) -> None:
-    standing_back = StandingBack()
-    with pytest.raises(LockedError) as refused, standing_back.told_by(cast(Any, Answering()), run):
-        raise LockedError("locked", "h1", "by a deploy", "wait")
-    assert not standing_back.takes(Outcome(None, refused.value, 1.0))
-    standing_back.stand()
-
-
 def data_set(*texts: str) -> DataSet:
     data = DataSet("data.jsonl")
     for line, text in enumerate(texts, 1):
@@ -148,7 +112,7 @@ def test_a_start_that_came_too_late_leaves_no_plan(run: Any, monkeypatch: pytest
         raise DRIVEN
 
     monkeypatch.setattr(_driving, "targets_of", lambda _: [("h1", "main")])
-    monkeypatch.setattr(_driving, "_look_around", lambda *_: Around({}, knows_all=True))
+    monkeypatch.setattr(_driving, "look_around", lambda *_: Around({}, knows_all=True))
     monkeypatch.setattr(_driving, "_watch", refused)
     with pytest.raises(DrivenError):
         _driving.drive(OPTIONS, [HostConfig("h1", "10.0.0.1")], data_set("one", "two"), run)
@@ -161,7 +125,7 @@ def test_the_hosts_are_asked_before_anything_is_planned(run: Any, monkeypatch: p
     """They have the run from another folder, with a server that is not chosen now."""
     has = Around({"h1": Surveyed([RunProgress("r", "main", "running", share_id="0" * 16 + "-1")])}, knows_all=True)
     monkeypatch.setattr(_driving, "targets_of", lambda _: [("h1", "main"), ("h2", "main")])
-    monkeypatch.setattr(_driving, "_look_around", lambda *_: has)
+    monkeypatch.setattr(_driving, "look_around", lambda *_: has)
     monkeypatch.setattr(_driving, "_watch", lambda *_: pytest.fail("handed out"))
     with pytest.raises(UsageError, match="not what run r was begun with"):
         _driving.drive(OPTIONS, [HostConfig("h1", "10.0.0.1")], data_set("one", "two"), run)
@@ -174,9 +138,9 @@ def test_after_a_lost_place_what_others_moved_is_not_judged_by_our_ledger(
     run: Any, monkeypatch: pytest.MonkeyPatch, moved: bool
 ) -> None:
     has = Surveyed([], {"main.1": HeldResult(["s1"], "sha")} if moved else {})
-    monkeypatch.setattr(_driving, "_look_around", lambda *_: Around({"h1": has}, knows_all=True))
+    monkeypatch.setattr(_lookaround, "look_around", lambda *_: Around({"h1": has}, knows_all=True))
     if not moved:
-        _driving._require_ours(OPTIONS, [], run, cast(Any, None))
+        require_ours(OPTIONS, [], cast(Any, None), run.controller)
         return
-    with pytest.raises(DrivenError, match="was driven by another controller meanwhile"):
-        _driving._require_ours(OPTIONS, [], run, cast(Any, None))
+    with pytest.raises(DrivenError, match="run r was driven by another controller meanwhile"):
+        require_ours(OPTIONS, [], cast(Any, None), run.controller)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import io
 import json
@@ -13,14 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from extraction import StandIn, full_disk
@@ -36,12 +33,11 @@ from fleetdump.agent.turn import Turn, steer, steering_of_all
 from fleetdump.agent.withdraw import withdraw
 from fleetdump.dataset.intake import DataSet
 from fleetdump.dataset.rows import Row
-from fleetdump.errors import DrivenError, LockedError, UnreachableError, UsageError
+from fleetdump.errors import DrivenError, UsageError
 from fleetdump.fleet import ConnectOptions, Host, connect
 from fleetdump.inventory import HostConfig
-from fleetdump.tasks import steering as steering_module
 from fleetdump.tasks.controller import require_alone
-from fleetdump.tasks.steering import Controller, Places, require_same_data, steered
+from fleetdump.tasks.steering import Controller, require_same_data, steered
 
 SECONDS = 60.0
 DATA = DataMark("data.jsonl", 40, "ab" * 32)
@@ -369,79 +365,6 @@ def test_who_begins_a_run_that_is_driven_elsewhere_hears_it_before(tmp_path: Pat
         require_alone(host, "r1", status, me)
     require_alone(host, "r2", status, replace(me, run="r2"))
     require_alone(host, "r1", replace(status, steering=[replace(by, controller=me.id)]), me)
-
-
-# --------------------------------------------------------------------------- two that begin in the same moment
-class Table:
-    """Who has each host; ``slow`` hosts answer late."""
-
-    def __init__(self) -> None:
-        self.has: dict[str, str] = {}
-        self.slow: dict[tuple[str, str], float] = {}
-        self.gone: set[str] = set()
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def steered(self, host: Any, me: Any, _: object) -> Iterator[None]:
-        name = host.config.address
-        time.sleep(self.slow.get((me, name), 0.0))
-        if name in self.gone:
-            raise UnreachableError("no route", name)
-        with self._lock:
-            if self.has.setdefault(name, me) != me:
-                raise LockedError("driven", name, f"by {self.has[name]}")
-        yield
-
-
-def begin(table: Table, me: str, names: Sequence[str], addresses: Sequence[str] = ()) -> dict[str, str]:
-    """What each host's thread came to: empty when it had its place."""
-    hosts = [HostConfig(name, address) for name, address in zip(names, addresses or names, strict=True)]
-    places = Places(cast(Any, me), hosts, lambda *_: None)
-
-    def work(host: HostConfig) -> str:
-        try:
-            with places.on(cast(Any, SimpleNamespace(config=host))):
-                return ""
-        except (LockedError, UnreachableError) as error:
-            return error.what
-
-    with ThreadPoolExecutor(len(names)) as pool:
-        return dict(zip(names, pool.map(work, hosts), strict=True))
-
-
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Table:
-    made = Table()
-    monkeypatch.setattr(steering_module, "steered", made.steered)
-    return made
-
-
-def test_of_two_that_begin_in_the_same_moment_one_gets_all_hosts(table: Table) -> None:
-    """Each is quick where the other is slow: without an order both would get some."""
-    names = ["gpu03", "gpu01", "gpu02"]
-    table.slow = {("a", "gpu01"): 0.3, ("b", "gpu03"): 0.6, ("b", "gpu02"): 0.6}
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda me: begin(table, me, names), ["a", "b"])
-    assert sorted([list(first.values()), list(second.values())]) == [["", "", ""], ["driven", "driven", "driven"]]
-    assert len(set(table.has.values())) == 1
-
-
-def test_two_inventories_may_call_the_hosts_by_other_names(table: Table) -> None:
-    there = ["10.0.0.1", "10.0.0.2"]
-    table.slow = {("a", "10.0.0.2"): 0.3, ("b", "10.0.0.1"): 0.3}
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(begin, table, "a", ["left", "right"], there)
-        second = pool.submit(begin, table, "b", ["right", "left"], there)
-        outcomes = [list(first.result().values()), list(second.result().values())]
-    assert sorted(outcomes) == [["", ""], ["driven", "driven"]]
-
-
-def test_a_first_host_that_is_gone_keeps_nobody(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    table.gone = {"gpu01"}
-    assert begin(table, "a", ["gpu01", "gpu02"]) == {"gpu01": "no route", "gpu02": ""}
-    monkeypatch.setattr(steering_module, "FIRST_SECONDS", 0.1)
-    table.slow = {("a", "gpu01"): 1.0}
-    assert begin(table, "a", ["gpu01", "gpu02"])["gpu02"] == ""
 
 
 def test_a_folder_of_any_name_has_a_controller_and_one_line_of_words(local_host: Host, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,4 +95,18 @@ def test_of_a_run_that_there_is_it_is_asked(place: Path) -> None:
         runcontrol.cancel, ["-i", str(place / "i.yaml"), "--run", "known"], input="n\n", standalone_mode=False
     )
     assert "Give up what is not done of run known?" in result.output
+    assert not list(place.glob("home/*/runs/known/order.json"))
+
+
+@pytest.mark.parametrize("stdin", [subprocess.DEVNULL, None])
+def test_where_nobody_can_be_asked_it_is_said_how_to_cancel_without(place: Path, stdin: int | None) -> None:
+    """As in a job without a terminal, and where standard input is closed altogether."""
+    command = [sys.executable, "-m", "fleetdump", "cancel", "-i", str(place / "i.yaml"), "--run", "known"]
+    closed = ["sh", "-c", 'exec "$@" <&-', "sh"] if stdin is None else []
+    done = subprocess.run([*closed, *command], stdin=stdin, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "run known is not cancelled" in done.stderr
+    assert "fleetdump cancel --run known --yes" in done.stderr
+    assert "interrupted" not in done.stderr
+    assert "Traceback" not in done.stderr
     assert not list(place.glob("home/*/runs/known/order.json"))
