@@ -354,11 +354,12 @@ def _all_stats() -> List[Stat]:
 
 
 def disown_forks(samples: List[ProcSample]) -> List[ProcSample]:
-    """The samples, put right: a child shows its parent's title until it runs a program of its own, which makes it no
-    second scheduler."""
-    titles = {sample.pid: sample.cmdline for sample in samples}
+    """The samples, put right: a child shows its parent's title until it runs a program of its own, and for a moment of
+    that no command line at all but the kernel's short name; neither makes it a second scheduler."""
+    parents = {sample.pid: (sample.cmdline, sample.role) for sample in samples}
     for sample in samples:
-        if sample.cmdline and titles.get(sample.ppid) == sample.cmdline:
+        cmdline, role = parents.get(sample.ppid, ([], ""))
+        if (sample.cmdline and cmdline == sample.cmdline) or (not sample.cmdline and role == sample.role):
             sample.role, sample.rank = "other", None
     return samples
 

@@ -167,6 +167,33 @@ if sys.argv[0] == "-c":
         process.stdout.close()
 
 
+def test_a_child_without_a_command_line_is_what_its_parent_is_not():
+    """Between fork and exec there is a moment in which only the kernel's name is left, which is the parent's. A rank
+    that looks so (its parent is the launcher) stays one."""
+    code = (
+        "import ctypes, os, time; ctypes.CDLL(None).prctl(15, b'sglang::schedul', 0, 0, 0); child = os.fork()\n"
+        "if child: print(child, flush=True)\n"
+        "time.sleep(61)"
+    )
+    process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        fork = int(process.stdout.readline())
+
+        def look(title):
+            rank = procfs.sample(procfs.read_stat(process.pid), title)
+            child = procfs.sample(procfs.read_stat(fork), [])
+            assert child.role == "scheduler"
+            return [found.role for found in procfs.disown_forks([rank, child])]
+
+        assert look(["sglang::scheduler_TP1"]) == ["scheduler", "other"]
+        assert look([]) == ["scheduler", "other"]
+        assert look([sys.executable, "-m", "sglang.launch_server"]) == ["launcher", "scheduler"]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_the_owner_of_a_port(family):
     try:
