@@ -19,12 +19,25 @@ CONNECTIONS = ("ssh", "local")
 LINE = "line"
 """Key under which a parsed ``capture`` keeps its line, for mistakes that show only once settings are merged."""
 
+MOST_WAIT_SECONDS = 60.0
+"""Of ``capture.max_wait_seconds``; SGLang's watchdog strikes after 300 s of one batch."""
 _KiB, _TiB = 1 << 10, 1 << 40
 _HOST_KEY = re.compile(r"SHA256:[A-Za-z0-9+/]{43}=?\Z")
 
 
 def _sized(low: int) -> Parser[int]:
     return lambda reader, node, what: reader.size(node, what, low, _TiB)
+
+
+def _wait_seconds(reader: Reader, node: Node, what: str) -> float:
+    value = reader.seconds(node, what)
+    if value > MOST_WAIT_SECONDS:
+        reader.fail(
+            node,
+            f"{what}: {value:g} is more than {MOST_WAIT_SECONDS:g}: forwards that wait longer for the disk come near "
+            "SGLang's watchdog, which ends the server (--watchdog-timeout, 300 s)",
+        )
+    return value
 
 
 def _user(reader: Reader, node: Node, what: str) -> str:
@@ -122,7 +135,7 @@ CAPTURE: Schema = {
     "device_bytes": _sized(1024 * _KiB),
     "threads": bounded(1, 64),
     "fsync": _fsync,
-    "max_wait_seconds": Reader.seconds,
+    "max_wait_seconds": _wait_seconds,
 }
 SETTINGS: Schema = {
     "user": _user,

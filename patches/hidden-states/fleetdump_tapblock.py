@@ -78,6 +78,8 @@ class CudaLane:
         return self._streams[handle]
 
     def wait(self, mark: Any) -> None:
+        # This thread's device is 0 until it says otherwise, and to switch back there would make a context of 0.5 GB.
+        self._cuda.set_device(self._index)
         self._done.record(mark)
         self._done.synchronize()
 
@@ -108,13 +110,13 @@ class PlainLane:
 # --------------------------------------------------------------------------- blocks
 @dataclass
 class Block:
-    """The block of one forward, rows ``span`` of the device's buffer. Row n of the stream that is in one of ``ranges``
-    (first, rows) is a row here, in the same order. All views are made at once: each takes the forward's thread as long
-    as the copy does until it is launched."""
+    """The block of one forward, rows ``span`` of the device's buffer: ``moves`` says which rows of the stream are which
+    rows here. The views of all slots are made at once: each takes the forward's thread as long as the copy does until
+    it is launched."""
 
     buffers: _Buffers
     span: Span
-    ranges: Sequence[tuple[int, int]]
+    moves: list[tuple[slice, slice]]
     planes: Sequence[torch.Tensor]
     """Slot by slot, ``[rows, hidden]`` each."""
     filled: set[int] = field(default_factory=set)
@@ -178,6 +180,11 @@ class Blocks:
     def allocate(self, device: torch.device, dtype: torch.dtype, hidden: int, lane: Lane | None = None) -> None:
         """Allocate the buffers for a stream of that dtype and width. Host memory for CUDA is pinned (about 0.5 s a
         GiB). Failing is remembered: ``begin`` tells it."""
+        if device.type not in ("cuda", "cpu"):
+            self._failure = (
+                f"no rows are captured on {device.type}: nobody has tried how its copies wait for its streams"
+            )
+            return
         slots = len(self._index)
         row = slots * hidden * dtype.itemsize
         rows, ring_rows = self._config.device_bytes // row, self._config.ring_bytes // row
@@ -223,7 +230,7 @@ class Blocks:
         span = buffers.room.take(rows, self._config.max_wait_seconds)
         if span is None:
             raise NoRoomError("backpressure", f"the device's buffer of {capacity} rows is not emptied")
-        self._open = Block(buffers, span, ranges, buffers.states[span.start : span.stop].unbind(1))
+        self._open = Block(buffers, span, _moves(ranges), buffers.states[span.start : span.stop].unbind(1))
         return self._open
 
     def fill(self, block: Block, slot: int, states: torch.Tensor, residual: torch.Tensor | None = None) -> None:
@@ -233,7 +240,7 @@ class Blocks:
         if plane.shape == states.shape:
             _put(plane, states, residual)
         else:
-            for source, target in _moves(block.ranges):
+            for source, target in block.moves:
                 _put(plane[target], states[source], None if residual is None else residual[source])
         block.filled.add(slot)
 
@@ -250,7 +257,7 @@ class Blocks:
         if ids.shape == input_ids.shape:
             ids.copy_(input_ids)
         else:
-            for source, target in _moves(block.ranges):
+            for source, target in block.moves:
                 ids[target].copy_(input_ids[source])
         mark, self._open = block.buffers.lane.mark(), None
         return Shipment(block, mark, requests, self._ledger, self._slots, self._config)
@@ -265,7 +272,7 @@ class Blocks:
         if buffers is None:
             return Gauge()
         row, (used, peak) = buffers.row_bytes, buffers.ring.fill()
-        return Gauge(buffers.ring.capacity * row, used * row, peak * row, buffers.ring.waited)
+        return Gauge(buffers.ring.capacity * row, used * row, peak * row, buffers.ring.waited + buffers.room.waited)
 
 
 Deliver = Callable[[Load], None]

@@ -41,8 +41,8 @@ class _Waiting:
 
 
 class TapWriter:
-    """Threads: a courier that brings what forwards hand over into memory, writers that write it, and a keeper that
-    journals skips, closes what is idle and reports.
+    """Threads: a courier that brings what forwards hand over into memory, writers that write it, a keeper that journals
+    skips and closes what is idle, and a reporter, which touches no run's files: it speaks while a disk hangs.
 
     ``rank`` names the writer; ``norm`` is written once into each run's directory. ``folder``: where in a run's
     directory it writes, which is nowhere deeper for what belongs to the data. ``gauge``: how full the
@@ -84,10 +84,12 @@ class TapWriter:
         self._closing = 0
         self._keeping = False
         self._stopping = False
+        self._kept = threading.Event()
+        """Set when the keeper has ended."""
         self._status = _Status(config, self._role, self._counts, gauge)
         self._threads = [
             threading.Thread(target=target, name=f"fleetdump-tap-{number}", daemon=True)
-            for number, target in enumerate([self._keep, self._unload, *[self._write] * config.threads])
+            for number, target in enumerate([self._keep, self._report, self._unload, *[self._write] * config.threads])
         ]
         for thread in self._threads:
             thread.start()
@@ -230,7 +232,6 @@ class TapWriter:
                 for run, name in skipped:
                     run.skip([skip for skip in skips if skip.run == name])
                 self._tidy()
-                self._status.report(self._stopping)
             except Exception:
                 logger.exception("fleetdump-tap: the keeper goes on after")
             with self._settled:
@@ -238,6 +239,7 @@ class TapWriter:
                 self._settled.notify_all()
                 if self._is_over() and not self._writers and not self._closing:
                     self._work.notify_all()
+                    self._kept.set()
                     return
             if self._stopping:
                 time.sleep(0.01)
@@ -256,13 +258,24 @@ class TapWriter:
             for name, run in runs:
                 if run.is_idle():
                     del self._runs[name]
-            # A thread that hangs (a network file system) must not keep what waits behind it.
-            self._overdue = bool(self._queue)
-            self._wake()
+
+    # ------------------------------------------------------------------ reporter
+    def _report(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._kept.wait(REPORT_SECONDS)
+            with self._work:
+                # A thread that hangs (a network file system) must not keep what waits behind it.
+                self._overdue = bool(self._queue)
+                self._wake()
+            try:
+                self._status.report()
+            except Exception:
+                logger.exception("fleetdump-tap: the reporter goes on after")
 
 
 class _Status:
-    """``tap-<role>-<pid>.json``, replaced at most once a second; best effort."""
+    """``tap-<role>-<pid>.json``; best effort."""
 
     def __init__(self, config: Config, role: str, counts: Counts, gauge: Callable[[], Gauge]):
         self._config = config
@@ -273,9 +286,9 @@ class _Status:
         self._bytes = 0
         self._waited = 0.0
 
-    def report(self, at_once: bool) -> None:
+    def report(self) -> None:
         now = time.monotonic()
-        if not self._config.status_dir or (now - self._written < REPORT_SECONDS and not at_once):
+        if not self._config.status_dir:
             return
         path = Path(self._config.status_dir) / f"tap-{self._role}-{os.getpid()}.json"
         if not self._written:
@@ -290,7 +303,7 @@ class _Status:
     def _sweep(self, directory: Path) -> None:
         """Remove what earlier launches have left."""
         for path in directory.glob(f"tap-{self._role}-*.json"):
-            with suppress(OSError, ValueError, KeyError):
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 if json.loads(path.read_text())["launch_id"] != self._config.launch_id:
                     path.unlink()
 

@@ -134,10 +134,9 @@ def refusal(model: Any, place: Layout, layers: list[int]) -> str:
 
 
 def largest_forward() -> int:
-    """The most rows that one forward of this server can have, 0 when nobody knows."""
-    args = _server_args()
-    chunk = getattr(args, "chunked_prefill_size", None) or 0
-    return int(chunk if chunk > 0 else getattr(args, "max_prefill_tokens", None) or 0)
+    """The most rows that one forward of this server can have, 0 when nobody knows: without chunks a prompt that comes
+    alone may have more tokens than ``--max-prefill-tokens``."""
+    return max(0, int(getattr(_server_args(), "chunked_prefill_size", None) or 0))
 
 
 def _replays_prefill(args: Any) -> bool:

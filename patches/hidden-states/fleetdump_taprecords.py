@@ -49,9 +49,11 @@ class Config:
         config.status_dir = config.status_dir or str(Path(path).parent)
         if config.v != 1:
             raise ValueError(f"{path}: version {config.v}")
-        if config.fsync not in FSYNC or config.threads < 1 or config.header_bytes < LEAST_HEADER:
-            what = f"fsync {config.fsync!r}, {config.threads} threads, header_bytes {config.header_bytes}"
-            raise ValueError(f"{path}: {what}")
+        least = {"threads": 1, "header_bytes": LEAST_HEADER, "ring_bytes": 1, "device_bytes": 1, "shard_bytes": 1}
+        wrong = [f"{name} {getattr(config, name)}" for name, value in least.items() if getattr(config, name) < value]
+        if config.fsync not in FSYNC or wrong or config.idle_close_seconds <= 0 or config.max_wait_seconds < 0:
+            waits = f"idle_close_seconds {config.idle_close_seconds}, max_wait_seconds {config.max_wait_seconds}"
+            raise ValueError(f"{path}: {', '.join(wrong)} fsync {config.fsync!r}, {waits}")
         return config
 
 

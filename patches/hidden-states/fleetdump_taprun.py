@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from fleetdump_tapjournal import RunFiles, gone
+from fleetdump_tapjournal import Appended, Numbers, RunFiles, gone
 from fleetdump_taprecords import Config, Load, Norm, Piece, Skip
 from fleetdump_tapshard import Record, Shard, line
 
@@ -37,6 +37,8 @@ class Counts:
     last_error: str = ""
     failing: bool = False
     """Whether nothing was written since the last error."""
+    numbers: Numbers = field(default_factory=Numbers)
+    """Of its shards."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, records: Sequence[Record]) -> None:
@@ -124,11 +126,17 @@ class Run:
         self._counts.skip(skips)
         try:
             files = self._open()
-            with self._journalling:
-                files.append([line("skip", **asdict(skip)) for skip in skips])
         except OSError as error:
-            self._counts.fail(error)
-            logger.error("fleetdump-tap: %d skips of run %s are not journalled: %s", len(skips), self._name, error)
+            self._not_journalled(len(skips), error)
+            return
+        with self._journalling:
+            appended = files.append([line("skip", **asdict(skip)) for skip in skips])
+        if appended.error is not None:
+            self._not_journalled(len(skips) - appended.count, appended.error)
+
+    def _not_journalled(self, skips: int, error: OSError) -> None:
+        self._counts.fail(error)
+        logger.error("fleetdump-tap: %d skips of run %s are not journalled: %s", skips, self._name, error)
 
     def _write_load(self, load: Load, order: Order, borrowed: list[Shard]) -> None:
         try:
@@ -216,36 +224,34 @@ class Run:
                 good = [(shard, records) for shard, records in written if shard.error is None]
             if not ready:
                 return
-            error = self._append(files, [record for _, records in good for record in records])
-            if error is not None:
-                good = []
-            lost = self._accept(written, good, error or gone())
+            records = [record for _, records in good for record in records]
+            appended = self._append(files, records)
+            lost = self._accept(written, good, appended)
             skips = [skip for order in ready for skip in order.skips] + lost
-            self._counts.take([record for _, records in good for record in records])
+            self._counts.take(records[: appended.count])
+            if appended.error is not None:
+                self._counts.fail(appended.error)
         if skips:
             self.skip(skips)
 
-    def _accept(self, written: Sequence[_Entry], good: Sequence[_Entry], error: OSError) -> list[Skip]:
+    def _accept(self, written: Sequence[_Entry], good: Sequence[_Entry], appended: Appended) -> list[Skip]:
         """Tell the shards which of their records the journal has; skips for the others."""
-        accepted, lost = {id(records) for _, records in good}, []
+        left, lost = appended.count, []
+        journalled = {id(records) for _, records in good}
         with self._lock:
             for shard, records in written:
-                if id(records) in accepted:
-                    shard.accept(records)
-                else:
-                    shard.reject(records, error)
-                    lost += [_lost(record["rid"], shard.error or error) for record in records]
+                count = min(left, len(records)) if id(records) in journalled else 0
+                left -= count
+                shard.accept(records[:count])
+                if count < len(records):
+                    shard.reject(records[count:], appended.error or gone())
+                    lost += [_lost(record["rid"], shard.error or gone()) for record in records[count:]]
         return lost
 
-    def _append(self, files: RunFiles | None, records: Sequence[Record]) -> OSError | None:
-        """Append to the journal; says why that failed."""
-        try:
-            if records and files is not None:
-                files.append(records)
-        except OSError as error:
-            self._counts.fail(error)
-            return error
-        return None if files is not None else gone()
+    def _append(self, files: RunFiles | None, records: Sequence[Record]) -> Appended:
+        if files is None:
+            return Appended(0, gone())
+        return files.append(records) if records else Appended(0)
 
     # ------------------------------------------------------------------ opening and closing
     def _open(self) -> RunFiles:
@@ -254,7 +260,7 @@ class Run:
             if self._files is not None and not self._files.are_gone():
                 return self._files
             self._abandon()
-            files = RunFiles(self._config, self._name, self._base, self.directory)
+            files = RunFiles(self._config, self._name, self._base, self.directory, self._counts.numbers)
             try:
                 files.write_norm(self._norm)
             except OSError:
@@ -308,14 +314,22 @@ class Run:
         try:
             record = shard.close(durable=self._config.fsync != "never")
             if record is not None:
-                with self._journalling:
-                    files.append([record])
+                self._journal_close(files, record)
         except OSError as error:
             self._counts.fail(error)
             self._close_again(shard, error)
         else:
             with self._lock:
                 self._live.discard(shard)
+
+    def _journal_close(self, files: RunFiles, record: Record) -> None:
+        """Raises ``OSError`` when the line is not there."""
+        with self._journalling:
+            appended = files.append([record])
+        if appended.error is not None and not appended.count:
+            raise appended.error
+        if appended.error is not None:
+            self._counts.fail(appended.error)
 
     def _close_again(self, shard: Shard, error: OSError) -> None:
         """Later; a shard that somebody has removed never."""
@@ -329,13 +343,18 @@ class Run:
         shard.give_up()
 
     def let_go(self) -> None:
-        """Close the journal when nothing is open: its lock says that we may write."""
-        with self._journalling:
+        """Close the journal when nothing is open: its lock says that we may write. Not now, if the disk keeps somebody
+        who journals waiting."""
+        if not self._journalling.acquire(blocking=False):
+            return
+        try:
             with self._lock:
                 if self._order or self._live or self._files is None:
                     return
                 files, self._files = self._files, None
             files.close()
+        finally:
+            self._journalling.release()
 
 
 def _lost(rid: str, error: OSError) -> Skip:

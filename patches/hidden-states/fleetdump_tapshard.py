@@ -54,6 +54,7 @@ class Shard:
         self._end = 0
         self._entry_bytes = HEADER_SLACK
         self._names: set[str] = set()
+        self._renamed = False
         self._closed: Record | None = None
         """Its journal line, once it is closed; the disk may have no room for the line yet."""
         self._file = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -137,8 +138,9 @@ class Shard:
         self._write_header()
         if durable:
             os.fsync(self._file)
-        if self.part.exists():  # not when this is called again
+        if not self._renamed:
             os.rename(self.part, self.path)
+            self._renamed = True
         if durable:
             fsync_directory(self.path.parent)
         self._closed = line("shard", shard=self.path.name, bytes=size, sha256=self._sha256())

@@ -192,7 +192,7 @@ def a_forward_waits_for_the_devices_buffer_once_and_no_longer_than_it_may():
     for number in range(1, 20):
         error = refusal(Forward(number, [12]), blocks)
         assert (error.reason, "20 rows is not emptied" in str(error)) == ("backpressure", True)
-    assert 0.3 <= time.monotonic() - began < 4.0
+    assert 0.3 <= blocks.gauge().waited <= time.monotonic() - began < 4.0, "the driver hears of it"
     assert unload(shipment, loads.append) == []
     assert Forward(99, [12]).run(blocks, loads.append) == []
 
@@ -275,6 +275,13 @@ def no_memory_is_a_reason_and_not_an_exception():
     blocks = Blocks(config(1 << 50, 1 << 50), SLOTS)
     blocks.allocate(torch.device("cpu"), torch.float32, HIDDEN)
     assert "no buffers of" in str(refusal(Forward(0, [1]), blocks))
+
+
+def a_device_whose_streams_nobody_has_tried_is_a_reason():
+    forward = Forward(0, [3])
+    forward.values = [value.to("meta") for value in forward.values]
+    error = refusal(forward, Blocks(config(100, 100), SLOTS))
+    assert (error.reason, "on meta" in str(error)) == ("capture_error", True)
 
 
 def one_request(rows):
@@ -499,7 +506,7 @@ def a_lane_copies_in_small_parts_one_at_a_time():
             log.append("wait")
 
     class Stream:
-        device, device_index = torch.device("cpu"), 0
+        device, device_index = torch.device("cpu"), 3
 
         def __init__(self, device):
             pass
@@ -513,7 +520,11 @@ def a_lane_copies_in_small_parts_one_at_a_time():
     real, fleetdump_tapblock.COPY_BYTES = torch.cuda, 3 * ROW
     try:
         torch.cuda = types.SimpleNamespace(
-            Event=Event, Stream=Stream, current_stream=lambda device: "current", stream=lambda stream: stream
+            Event=Event,
+            Stream=Stream,
+            current_stream=lambda device: "current",
+            stream=lambda stream: stream,
+            set_device=lambda index: log.append(("device", index)),
         )
         lane = fleetdump_tapblock.CudaLane(torch.device("cpu"))
         mark = lane.mark()
@@ -524,7 +535,7 @@ def a_lane_copies_in_small_parts_one_at_a_time():
     lane.wait(mark)
     lane.fetch([(target, source)])
     assert torch.equal(target, source)
-    assert log == ["record", "wait", *["record", "wait"] * 4], log
+    assert log == [("device", 3), "record", "wait", *["record", "wait"] * 4], log
 
 
 def a_mark_is_the_stream_that_runs_now():

@@ -243,6 +243,8 @@ def host(text: str) -> str:
         # values
         (host("port: 0"), 2, "hosts.h.port: 0 is outside 1..65535"),
         (host("port: 65536"), 2, "outside"),
+        (host("capture: {max_wait_seconds: 61}"), 2, "capture.max_wait_seconds: 61 is more than 60"),
+        (host("capture: {max_wait_seconds: 0}"), 2, "is not in 0.."),
         (host("port: '22'"), 2, "without quotes"),
         (host("port: 022"), 2, "whole number"),
         (host("port: 2.2"), 2, "whole number"),

@@ -22,11 +22,11 @@ def test_a_shard_whose_journal_line_did_not_fit_gets_it_later(config: Any, monke
     (files,) = [kind for kind in vars(tapjournal).values() if isinstance(kind, type) and hasattr(kind, "new_shard")]
     append, failed = files.append, []
 
-    def full(self: Any, records: Any) -> None:
+    def full(self: Any, records: Any) -> Any:
         if records[0]["kind"] == "shard" and not failed:
             failed.append(records[0]["shard"])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        append(self, records)
+            return tapjournal.Appended(0, OSError(errno.ENOSPC, "No space left on device"))
+        return append(self, records)
 
     monkeypatch.setattr(files, "append", full)
     writer = tapfiles.TapWriter(dataclasses.replace(config, idle_close_seconds=0.2), 0, None)
