@@ -87,7 +87,7 @@ SKIPPED = {
     "cp_metadata": ("capture_error", "context parallelism"),
     "nsa_cp_metadata": ("capture_error", "context parallelism"),
     "snapshot_fails": ("capture_error", "finalize handoff"),
-    "broken_ids": ("capture_error", "TypeError"),
+    "broken_ids": ("capture_error", "NoneType"),
     "partial_stage": ("capture_error", "the pipeline stage hands on a partial sum"),
 }
 REFUSED = {
