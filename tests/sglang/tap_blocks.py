@@ -284,6 +284,20 @@ def a_device_whose_streams_nobody_has_tried_is_a_reason():
     assert (error.reason, "on meta" in str(error)) == ("capture_error", True)
 
 
+def without_chunks_nobody_knows_the_largest_forward():
+    """SGLang lets a prompt that comes alone exceed --max-prefill-tokens, so the buffer must not be cut to that."""
+    import fleetdump_taplayout
+
+    real = fleetdump_taplayout._server_args
+    try:
+        for chunk, rows in [(-1, 0), (None, 0), (4096, 4096)]:
+            args = types.SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=128)
+            fleetdump_taplayout._server_args = lambda args=args: args
+            assert fleetdump_taplayout.largest_forward() == rows
+    finally:
+        fleetdump_taplayout._server_args = real
+
+
 def one_request(rows):
     return Requests.of(["fleetdump/r/a/1"], [rows], [0], "fleetdump/")
 
