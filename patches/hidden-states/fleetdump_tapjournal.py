@@ -37,8 +37,8 @@ class Appended:
 
 
 class Numbers:
-    """The number of the next shard by the beginning of its name. For all runs of a process, which has its writer's
-    names for itself: none is used again, whatever was moved away or removed meanwhile."""
+    """The number of the next shard by the beginning of its name, for all runs of a process: it uses no name again,
+    whatever was moved away or removed meanwhile."""
 
     def __init__(self) -> None:
         self._next: dict[str, int] = {}

@@ -50,10 +50,12 @@ class Config:
         if config.v != 1:
             raise ValueError(f"{path}: version {config.v}")
         least = {"threads": 1, "header_bytes": LEAST_HEADER, "ring_bytes": 1, "device_bytes": 1, "shard_bytes": 1}
-        wrong = [f"{name} {getattr(config, name)}" for name, value in least.items() if getattr(config, name) < value]
-        if config.fsync not in FSYNC or wrong or config.idle_close_seconds <= 0 or config.max_wait_seconds < 0:
-            waits = f"idle_close_seconds {config.idle_close_seconds}, max_wait_seconds {config.max_wait_seconds}"
-            raise ValueError(f"{path}: {', '.join(wrong)} fsync {config.fsync!r}, {waits}")
+        wrong = [name for name, value in least.items() if getattr(config, name) < value]
+        wrong += ["fsync"] if config.fsync not in FSYNC else []
+        wrong += ["idle_close_seconds"] if config.idle_close_seconds <= 0 else []
+        wrong += ["max_wait_seconds"] if config.max_wait_seconds < 0 else []
+        if wrong:
+            raise ValueError(f"{path}: {', '.join(f'{name} {getattr(config, name)!r}' for name in wrong)}")
         return config
 
 

@@ -127,16 +127,17 @@ class Run:
         try:
             files = self._open()
         except OSError as error:
-            self._not_journalled(len(skips), error)
+            self._not_journalled(len(skips), len(skips), error)
             return
         with self._journalling:
             appended = files.append([line("skip", **asdict(skip)) for skip in skips])
         if appended.error is not None:
-            self._not_journalled(len(skips) - appended.count, appended.error)
+            self._not_journalled(len(skips) - appended.count, len(skips), appended.error)
 
-    def _not_journalled(self, skips: int, error: OSError) -> None:
+    def _not_journalled(self, lost: int, skips: int, error: OSError) -> None:
         self._counts.fail(error)
-        logger.error("fleetdump-tap: %d skips of run %s are not journalled: %s", skips, self._name, error)
+        # 0 of them: the lines are there, and a loss of power could take them.
+        logger.error("fleetdump-tap: of %d skips of run %s %d are not journalled: %s", skips, self._name, lost, error)
 
     def _write_load(self, load: Load, order: Order, borrowed: list[Shard]) -> None:
         try:
@@ -326,9 +327,9 @@ class Run:
         """Raises ``OSError`` when the line is not there."""
         with self._journalling:
             appended = files.append([record])
-        if appended.error is not None and not appended.count:
-            raise appended.error
         if appended.error is not None:
+            if not appended.count:
+                raise appended.error
             self._counts.fail(appended.error)
 
     def _close_again(self, shard: Shard, error: OSError) -> None:

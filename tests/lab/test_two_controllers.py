@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from capturefleet import CAPTURE_CONFIG, CaptureHost, make_hosts, write_data
@@ -44,6 +45,14 @@ def fleet(tmp_path: Path, host: CaptureHost) -> Fleet:
     return made
 
 
+def collected_whole(fleet: Fleet, where: tuple[str, ...]) -> dict[str, Any]:
+    """The report of a collect, which has every sample once."""
+    collected = fleet.run("collect", "--run", "r", *where, "--data", "--json", timeout=SECONDS)
+    report: dict[str, Any] = collected.records()[-1]["data"]
+    assert (report["samples"], report["lost"], report["duplicated"]) == (len(SAMPLES), 0, 0), report
+    return report
+
+
 def test_a_second_extract_from_elsewhere_watches_and_other_data_is_refused(fleet: Fleet, host: CaptureHost) -> None:
     first = fleet.start(*EXTRACT, *HERE)
     wait_for(lambda: host.progress("r").get("done", 0) >= 2, SECONDS)
@@ -66,9 +75,7 @@ def test_a_second_extract_from_elsewhere_watches_and_other_data_is_refused(fleet
     for fragment in (f"process {first.pid} in {fleet.folder}/here/r) since 20", "only watching", "fleetdump attach"):
         assert fragment in err, err
     assert not (fleet.folder / "elsewhere").exists(), "it has begun nothing"
-    collected = fleet.run("collect", "--run", "r", *HERE, "--data", "--json", timeout=SECONDS)
-    report = collected.records()[-1]["data"]
-    assert (report["samples"], report["lost"], report["duplicated"], report["rejected"]) == (len(SAMPLES), 0, 0, 0)
+    assert collected_whole(fleet, HERE)["rejected"] == 0
     lines = [json.loads(line) for line in (fleet.folder / "here/r/manifest.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == sorted(SAMPLES)
 
@@ -91,9 +98,7 @@ def test_two_that_start_in_the_same_moment_both_end_well(hosts: tuple[Fleet, lis
     assert [process.returncode for process in both] == [0, 0], told
     assert sum("only watching" in err for _, err in told) == 1, told
     winner, loser = (ELSEWHERE, HERE) if "only watching" in told[0][1] else (HERE, ELSEWHERE)
-    collected = fleet.run("collect", "--run", "r", *winner, "--data", "--json", timeout=SECONDS)
-    report = collected.records()[-1]["data"]
-    assert (report["samples"], report["lost"], report["duplicated"]) == (len(SAMPLES), 0, 0), report
+    collected_whole(fleet, winner)
     taken_up = fleet.run(*EXTRACT, *loser, timeout=SECONDS)
     assert taken_up.code == 0, taken_up
 
@@ -110,6 +115,4 @@ def test_a_run_of_another_folder_is_taken_over_with_the_hosts_it_has(hosts: tupl
     other = fleet.run(*EXTRACT, *ELSEWHERE, timeout=SECONDS)
     assert other.code == 0, other
     assert "going on with run r: 40 samples on 1 server" in other.err, other
-    collected = fleet.run("collect", "--run", "r", *ELSEWHERE, "--data", "--json", timeout=SECONDS)
-    report = collected.records()[-1]["data"]
-    assert (report["samples"], report["lost"], report["duplicated"]) == (len(SAMPLES), 0, 0), report
+    collected_whole(fleet, ELSEWHERE)
